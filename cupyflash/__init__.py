@@ -1,0 +1,42 @@
+"""cupyflash: exact attention whose cost is the memory traffic it avoids.
+
+`attention` takes CuPy, PyTorch, JAX, NumPy or any DLPack arrays, computes where they are, and gives back the caller's type.
+"""
+
+from cupyflash import reference
+from cupyflash._version import __version__
+from cupyflash.api import AttentionResult, Support, attention, merge_states, supports
+from cupyflash.environment import show_config
+from cupyflash.errors import (
+    ArgumentError,
+    CompileError,
+    CupyflashError,
+    DeviceError,
+    DtypeError,
+    LaunchError,
+    SetupError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "ArgumentError",
+    "AttentionResult",
+    "CompileError",
+    "CupyflashError",
+    "DeviceError",
+    "DtypeError",
+    "LaunchError",
+    "SetupError",
+    "ShapeError",
+    "StateError",
+    "Support",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "merge_states",
+    "reference",
+    "show_config",
+    "supports",
+]

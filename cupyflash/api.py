@@ -1,0 +1,333 @@
+"""The public functions. Each is one straight line: view the arrays, state the problem, plan it, compute it, give the result back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cupyflash import arrays, host, plan
+from cupyflash.arrays import HOST, ArrayView
+from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
+from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from cupyflash.keywords import names_foreign_keywords
+from cupyflash.problem import ITEMSIZE, AttentionProblem, Causal, Operands, Window, dense, to_bshd
+
+
+class AttentionResult(NamedTuple):
+    """What `attention` returns when more than the output is asked for; what was not asked for is None."""
+
+    out: Any
+    lse: Any = None
+    max_logits: Any = None
+
+
+class Support(NamedTuple):
+    """The answer of `supports`, true where `ok`: the variant that would run and why, or why none does and what does work."""
+
+    ok: bool
+    reason: str
+    alternatives: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@names_foreign_keywords
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    causal: Causal = False,
+    window_size: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Exact attention, softmax(scale * q k^T) v, without the Sq x Sk matrix in memory.
+
+    For query row i and key j of one batch and head, in this order: ``s = softmax_scale * (q_i . k_j)``, softcap, ALiBi, bias, then
+    causal, window, mask and used lengths decide which keys the row sees, the sink joins, and ``out_i = sum_j softmax(s)_j v_j``.
+    Computed tile by tile with the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 1), where the arrays are: in
+    host memory by NumPy, in GPU memory by CUDA kernels. Nothing is moved or copied.
+
+    Parameters
+    ----------
+    q : (B, Sq, Hq, D), any of CuPy, PyTorch, JAX, NumPy or a DLPack exporter; float16, bfloat16, float32 or float64. The last axis
+        must be dense (stride 1); every other stride is free, so slices of a packed array and transposed views are read in place.
+    k, v : (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv), of q's library, device and dtype. Hq must be a multiple of Hkv: query head h reads
+        key head h // (Hq // Hkv). D and Dv are 1 to 256 and may differ. 3-D arrays, without B, are one batch and come back 3-D.
+    causal : True hides keys after the diagonal ``j = i + offset``, with offset = Sk - Sq (used lengths, where given): the last query
+        sees the last key, as in "bottom_right". "top_left" is offset = 0. For Sq=2, Sk=5 (left) and Sq=5, Sk=2 (right), x visible::
+
+            x x x x .        . .
+            x x x x x        . .
+                             . .
+                             x .
+                             x x
+    window_size : (left, right), inclusive distances from the same diagonal; None or -1 is unlimited. With causal, right is at most 0.
+        (3, 0) sees four keys: three before the diagonal and its own.
+    softmax_scale : default 1 / sqrt(D).
+    softcap : c > 0 bounds scores to (-c, c) by ``s = c * tanh(s / c)``.
+    bias : added to the scores, in their units; broadcastable to (B, Hq, Sq, Sk) in every layout; q's dtype or float32.
+    mask : bool, True where a query may attend; broadcasts as bias.
+    alibi_slopes : (Hq,) or (B, Hq), float32: adds ``-slope * abs(i + offset - j)`` (Press et al., arXiv 2108.12409).
+    sink : (Hq,), float32 or q's dtype: one more key with this logit, not scaled or capped, and value zero.
+    seqused_q, seqused_k : (B,), int32: rows and keys in use; what lies past them is not read. Clamped to the allocation.
+    layout : axis order of q, k, v and the result: "bshd", "bhsd" or "sbhd". Strides only, no copy.
+    out : array for the result, returned as such; of q's library, not overlapping an input. Any strides, the last axis dense.
+    out_dtype : dtype of the result; default q's.
+    return_lse : also return the natural log of each row's softmax denominator.
+    stream : stream of CuPy or torch, or a handle, for arrays in GPU memory; default the current one of q's library.
+
+    Returns
+    -------
+    out : (B, Sq, Hq, Dv) in q's layout and library, stored in q's axis order where q is dense. Or, with return_lse,
+    AttentionResult(out, lse, max_logits=None) : lse is (B, Hq, Sq), (Hq, Sq) for 3-D inputs, in any layout; float32, float64 for
+        float64 inputs. With a sink it counts the sink.
+
+    A row that sees no key gives out 0 and lse -inf (with a sink: lse = sink). Rows past seqused_q give 0 and -inf. What lies in
+    places that a row does not see, NaN included, never changes its result.
+
+    Raises
+    ------
+    ShapeError (a ValueError), DtypeError (a TypeError), ArgumentError (a TypeError), DeviceError (a ValueError), UnsupportedError
+    (a NotImplementedError) : before anything is computed, naming the argument; `out` is then untouched.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyflash
+    >>> q = np.random.default_rng(0).standard_normal((2, 128, 8, 64), dtype=np.float32)
+    >>> k, v = q[:, :, :2] * 0.5, q[:, :, 2:4]          # two key heads serve eight query heads
+    >>> cupyflash.attention(q, k, v, causal=True).shape
+    (2, 128, 8, 64)
+    >>> out, lse, _ = cupyflash.attention(q, k, v, window_size=(31, 0), return_lse=True)
+    >>> lse.shape
+    (2, 8, 128)
+    """
+    views = _views(
+        {"q": q, "k": k, "v": v},
+        {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q, "seqused_k": seqused_k},
+        {"out": out},
+        stream,
+    )
+    like: ArrayView = views["q"]
+    problem, operands = dense(
+        Operands(**views),
+        layout=layout,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        out_dtype=None if out_dtype is None else arrays.dtype_name(out_dtype),
+        return_lse=return_lse,
+    )
+    schedule = plan.forward(problem, _device(like.device_id))
+    shape = (*like.shape[:-1], problem.head_dim_v)
+    result: ArrayView = views["out"] or arrays.empty(like, shape, problem.out_dtype, arrays.storage_order(like))
+    lse_shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)[4 - len(shape) :]
+    lse = arrays.empty(like, lse_shape, problem.lse_dtype) if return_lse else None
+    _run(schedule, problem, operands._replace(out=to_bshd(result, "out", layout, like)), lse)
+    returned = out if out is not None else arrays.give_back(result, like)
+    return returned if lse is None else AttentionResult(returned, arrays.give_back(lse, like))
+
+
+@names_foreign_keywords
+def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None, lse_out: Any = None) -> tuple[Any, Any]:
+    """Attention over the union of disjoint sets of keys, from the attention over each set.
+
+    ``lse = log(sum_n exp(lse_n))`` and ``out = sum_n exp(lse_n - lse) out_n``: how split-KV decoding, cascades over a shared prefix,
+    ring attention and chunked prefill join their parts (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 2.2).
+    Associative and commutative up to rounding. If the calls that made the parts had a sink, it must have been given to exactly one.
+
+    Parameters
+    ----------
+    outs : N arrays of one shape, (B, S, H, Dv) or (S, H, Dv), one library and one of the dtypes of `attention`.
+    lses : N arrays, (B, H, S) or (H, S), natural log: float32, or float64 with float64 outs.
+    out, lse_out : arrays for the results, returned as such; not overlapping an input.
+
+    Returns
+    -------
+    (out, lse) : shaped and typed as each part. A part whose lse is -inf has no weight, whatever its out holds; where all are -inf
+        the result is 0 and -inf.
+
+    Raises
+    ------
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 4, 32), dtype=np.float32)
+    >>> parts = [cupyflash.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 40), slice(40, 64))]
+    >>> out, lse = cupyflash.merge_states([p.out for p in parts], [p.lse for p in parts])
+    >>> bool(np.allclose(out, cupyflash.attention(q, k, v), atol=1e-6))
+    True
+    """
+    if not outs or len(outs) != len(lses):
+        raise ArgumentError(f"outs holds {len(outs)} arrays and lses {len(lses)}: they must be as many, and at least one")
+    names = [f"outs[{n}]" for n in range(len(outs))] + [f"lses[{n}]" for n in range(len(lses))]
+    views = _views(dict(zip(names, (*outs, *lses), strict=True)), {}, {"out": out, "lse_out": lse_out}, None)
+    _device(views["outs[0]"].device_id)
+    parts, weights = [views[n] for n in names[: len(outs)]], [views[n] for n in names[len(outs) :]]
+    first = parts[0]
+    if len(first.shape) not in (3, 4) or first.dtype not in ITEMSIZE:
+        raise ShapeError(
+            f"outs[0] is {first.dtype} of shape {first.shape}: it must be (B, S, H, Dv) or (S, H, Dv), of {', '.join(ITEMSIZE)}"
+        )
+    lse_shape = (*first.shape[:-3], first.shape[-2], first.shape[-3])
+    lse_dtype = "float64" if first.dtype == "float64" else "float32"
+    for name, view, shape, dtype in (
+        *((n, views[n], first.shape, first.dtype) for n in (*names[: len(outs)], "out")),
+        *((n, views[n], lse_shape, lse_dtype) for n in (*names[len(outs) :], "lse_out")),
+    ):
+        if view is not None and view.shape != shape:
+            raise ShapeError(f"{name} has shape {view.shape}: it must be {shape}, to go with outs[0] of shape {first.shape}")
+        if view is not None and view.dtype != dtype:
+            raise DtypeError(f"{name} is {view.dtype}: it must be {dtype}, to go with outs[0] of {first.dtype}")
+    merged = views["out"] or arrays.empty(first, first.shape, first.dtype, arrays.storage_order(first))
+    merged_lse = views["lse_out"] or arrays.empty(first, lse_shape, lse_dtype)
+    on_host = arrays.on_host
+    host.merge([on_host(p) for p in parts], [on_host(w) for w in weights], on_host(merged), on_host(merged_lse), first.dtype)
+    return (
+        out if out is not None else arrays.give_back(merged, first),
+        lse_out if lse_out is not None else arrays.give_back(merged_lse, first),
+    )
+
+
+@names_foreign_keywords
+def supports(
+    *,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: str = "float16",
+    device: str = "host",
+    batch: int = 1,
+    seqlen_q: int = 1024,
+    seqlen_k: int | None = None,
+    num_heads_q: int = 8,
+    num_heads_kv: int | None = None,
+    causal: Causal = False,
+    window_size: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    bias: bool = False,
+    mask: bool = False,
+    alibi_slopes: bool = False,
+    sink: bool = False,
+    seqused_q: bool = False,
+    seqused_k: bool = False,
+    out_dtype: str | None = None,
+    return_lse: bool = False,
+) -> Support:
+    """Whether `attention` computes such a call, without arrays and without a GPU; the same checks and tables decide both.
+
+    Parameters
+    ----------
+    head_dim, head_dim_v, batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv : sizes; head_dim_v, seqlen_k and num_heads_kv are by
+        default those of q.
+    dtype, out_dtype : names, as "bfloat16".
+    device : "host", or an architecture as "sm_80", "sm_90a".
+    bias, mask, alibi_slopes, sink, seqused_q, seqused_k : whether the call has such an array.
+    causal, window_size, softmax_scale, softcap, return_lse : as in `attention`.
+
+    Returns
+    -------
+    Support(ok, reason, alternatives), true where ok.
+
+    Raises
+    ------
+    ArgumentError : for an unknown keyword only; whatever `attention` would raise becomes the reason.
+
+    Examples
+    --------
+    >>> import cupyflash
+    >>> bool(cupyflash.supports(head_dim=128, dtype="bfloat16", causal=True))
+    True
+    >>> cupyflash.supports(head_dim=300).reason
+    'no kernel for head_dim 300: 256 is the largest for forward and backward'
+    """
+    hkv, sk, dv = num_heads_kv or num_heads_q, seqlen_q if seqlen_k is None else seqlen_k, head_dim_v or head_dim
+    shapes = {"q": (batch, seqlen_q, num_heads_q, head_dim), "k": (batch, sk, hkv, head_dim), "v": (batch, sk, hkv, dv)}
+    options = {
+        "bias": (bias, (seqlen_q, sk), dtype),
+        "mask": (mask, (seqlen_q, sk), "bool"),
+        "alibi_slopes": (alibi_slopes, (num_heads_q,), "float32"),
+        "sink": (sink, (num_heads_q,), "float32"),
+        "seqused_q": (seqused_q, (batch,), "int32"),
+        "seqused_k": (seqused_k, (batch,), "int32"),
+    }
+    views = {name: _shape_only(shape, dtype) for name, shape in shapes.items()}
+    views |= {name: _shape_only(shape, kind) for name, (given, shape, kind) in options.items() if given}
+    try:
+        problem, _ = dense(
+            Operands(**views),
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            out_dtype=out_dtype,
+            return_lse=return_lse,
+        )
+        schedule = plan.forward(problem, HOST_SPEC if device == "host" else _known_device(device))
+    except UnsupportedError as e:
+        return Support(False, e.reason, e.alternatives)
+    except CupyflashError as e:
+        return Support(False, str(e))
+    step = schedule.steps[0] if schedule.steps else None
+    return Support(True, f"{step.variant.name}: {step.why}" if step else "nothing is to be computed")
+
+
+def _views(inputs: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any) -> dict[str, Any]:
+    """The views of a call's arrays, checked to belong together; None for options and outputs that were not given."""
+    given = inputs | {name: array for name, array in (options | outputs).items() if array is not None}
+    views: dict[str, Any] = {name: arrays.view(array, name) for name, array in given.items()}
+    arrays.check_together(views, stream)
+    written = [name for name in outputs if name in views]
+    for name in written:
+        arrays.check_out(name, given[name], views[name], {n: view for n, view in views.items() if n != name})
+    return dict.fromkeys((*options, *outputs)) | views
+
+
+def _device(device_id: int) -> DeviceSpec:
+    if device_id == HOST:
+        return HOST_SPEC
+    raise _NO_KERNELS
+
+
+_NO_KERNELS = UnsupportedError(
+    "arrays in GPU memory need the CUDA kernels, which this version does not have yet",
+    ("arrays in host memory work, as cupy.asnumpy(x) or tensor.cpu() gives them",),
+)
+
+
+def _known_device(name: str) -> DeviceSpec:
+    if name.removeprefix("sm_") not in KNOWN:
+        known = ", ".join(f"'sm_{arch}'" for arch in KNOWN)
+        raise DeviceError(f"device={name!r} is unknown: it is 'host' or one of {known}")
+    raise _NO_KERNELS
+
+
+def _run(schedule: plan.Plan, problem: AttentionProblem, operands: Operands, lse: ArrayView | None) -> None:
+    if schedule.steps:
+        host_lse = None
+        if lse is not None:
+            host_lse = arrays.on_host(lse).reshape(problem.batch, problem.num_heads_q, problem.seqlen_q)
+        host.attention(problem, Operands(*(None if view is None else arrays.on_host(view) for view in operands)), host_lse)
+
+
+def _shape_only(shape: tuple[int, ...], dtype: str) -> ArrayView:
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return ArrayView(0, shape, strides, dtype, HOST, "numpy", None)

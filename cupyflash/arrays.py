@@ -1,0 +1,398 @@
+"""The edge: any library's array in as an ArrayView, results out in the caller's library, from its allocator, on its stream.
+
+No framework is imported here. An array of a library can only exist if that library is loaded, so it is looked up in sys.modules; CuPy
+is imported only for an unknown producer's array in GPU memory, which is handed back as a CuPy array. Pointers, shapes and strides are
+read from the attributes of each library: a DLPack round trip costs 19-29 us a tensor on an H200's host, data_ptr() and its kin 0.9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyflash.errors import ArgumentError, DeviceError, DtypeError, SetupError, ShapeError, UnsupportedError
+
+HOST = -1  # device_id of arrays in host memory
+
+
+class ArrayView(NamedTuple):
+    """Where an array lies and what it holds; `owner` keeps the memory alive. Strides count elements; dtype is NumPy's name."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device_id: int
+    library: str
+    owner: Any
+
+
+def view(array: Any, name: str) -> ArrayView:
+    """The view of any supported library's array; nothing is copied. `name` is the argument's, for the message."""
+    return _reader(array, name)(array, name)
+
+
+# --- reading each library's arrays -------------------------------------------------------------------------------------------------
+
+_READERS: dict[type, Callable[[Any, str], ArrayView]] = {}
+
+
+def _reader(array: Any, name: str) -> Callable[[Any, str], ArrayView]:
+    kind = type(array)
+    reader = _READERS.get(kind)
+    if reader is None:
+        reader = _find_reader(array, name)
+        _READERS[kind] = reader
+    return reader
+
+
+def _find_reader(array: Any, name: str) -> Callable[[Any, str], ArrayView]:
+    kind = type(array)
+    cupy, torch, jax = (sys.modules.get(module) for module in ("cupy", "torch", "jax"))
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return _exactly(kind, cupy.ndarray, name, _view_cupy)
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _exactly(kind, torch.Tensor if kind is not torch.nn.Parameter else kind, name, _view_torch)
+    if jax is not None and isinstance(array, jax.core.Tracer):
+        return _refuse_tracer
+    if jax is not None and isinstance(array, jax.Array):
+        return _view_jax
+    if isinstance(array, np.ndarray):
+        return _exactly(kind, np.ndarray, name, _view_numpy)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _view_dlpack
+    if hasattr(array, "__cuda_array_interface__"):
+        return _view_cuda_interface
+    raise ArgumentError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}: it must be a CuPy, PyTorch, JAX or NumPy array, or one that exports DLPack; "
+        f"numpy.asarray({name}) makes one of lists and numbers"
+    )
+
+
+def _exactly(kind: type, base: type, name: str, reader: Callable[[Any, str], ArrayView]) -> Callable[[Any, str], ArrayView]:
+    """Subclasses change what an array means (a mask, units, a mode of recording), so none is taken for its base silently."""
+    if kind is not base:
+        raise ArgumentError(f"{name} is a {kind.__qualname__}: subclasses of {base.__qualname__} are not supported, pass a plain one")
+    return reader
+
+
+def _view_numpy(array: Any, name: str) -> ArrayView:
+    dtype = array.dtype
+    itemsize = dtype.itemsize
+    if itemsize == 0 or any(s % itemsize for s in array.strides):
+        raise ShapeError(f"{name} has strides of {array.strides} bytes for elements of {itemsize}: pass {name}.copy()")
+    strides = tuple(s // itemsize for s in array.strides)
+    return ArrayView(array.ctypes.data, array.shape, strides, _name_of(dtype), HOST, "numpy", array)
+
+
+def _view_cupy(array: Any, name: str) -> ArrayView:
+    dtype = array.dtype
+    strides = tuple(s // dtype.itemsize for s in array.strides)
+    return ArrayView(array.data.ptr, array.shape, strides, _name_of(dtype), array.data.device_id, "cupy", array)
+
+
+def _view_torch(tensor: Any, name: str) -> ArrayView:
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(f"{name} is a {tensor.layout} tensor: it must be dense")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ArgumentError(f"{name} is a lazily negated or conjugated view: pass {name}.resolve_neg().resolve_conj()")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} requires grad, and gradients through torch are not built yet: a result without them would lose them silently",
+            (f"pass {name}.detach(), or call inside torch.no_grad()",),
+        )
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"{name} is on the torch device {str(device)!r}: it must be on 'cpu' or 'cuda'")
+    device_id = HOST if device.type == "cpu" else device.index
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ArrayView(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device_id, "torch", tensor)
+
+
+def _view_jax(array: Any, name: str) -> ArrayView:
+    devices = array.devices()
+    if len(devices) != 1:
+        raise ArgumentError(f"{name} is sharded over {len(devices)} devices: call cupyflash on each shard, inside jax.shard_map")
+    platform = next(iter(devices)).platform
+    if platform != "cpu":
+        raise UnsupportedError(
+            f"{name} is a JAX array on {platform!r}: its memory may be reused while a kernel on another stream still reads it, and the "
+            "call that runs on JAX's own stream is not built yet",
+            ("numpy.asarray, cupy.from_dlpack or jax.device_put to a CPU device give arrays that work",),
+        )
+    base = _view_numpy(np.asarray(array), name)  # no copy; waits until the value is there
+    return base._replace(library="jax", owner=array)
+
+
+def _refuse_tracer(tracer: Any, name: str) -> ArrayView:
+    raise UnsupportedError(
+        f"{name} is a JAX tracer: calls inside jax.jit, grad and vmap are not built yet",
+        ("call cupyflash outside of the traced function, on concrete arrays",),
+    )
+
+
+class _Capsule:
+    """A DLPack capsule as an object that numpy.from_dlpack and cupy.from_dlpack take."""
+
+    def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
+        self._capsule, self._device = capsule, device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+
+def _view_dlpack(array: Any, name: str) -> ArrayView:
+    device_type, device_id = array.__dlpack_device__()
+    if device_type == 1:
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0))
+        except TypeError:  # producers from before DLPack 1.0 take no max_version
+            capsule = array.__dlpack__()
+        bf16 = _take_bfloat16_bits(capsule)
+        base = _view_numpy(np.from_dlpack(_Capsule(capsule, (1, 0))), name)
+        return base._replace(dtype="bfloat16", owner=base.owner.view(_numpy_dtype("bfloat16"))) if bf16 else base
+    if device_type in (2, 13):
+        cupy = _import_cupy(name)
+        with cupy.cuda.Device(device_id):
+            return _view_cupy(cupy.from_dlpack(array), name)
+    raise DeviceError(
+        f"{name} is on the DLPack device ({device_type}, {device_id}): it must be in host memory (1) or on a CUDA GPU (2, 13)"
+    )
+
+
+def _view_cuda_interface(array: Any, name: str) -> ArrayView:
+    return _view_cupy(_import_cupy(name).asarray(array), name)
+
+
+# Fields of struct DLTensor: data 0, device 8, ndim 16, dtype 20 (code, bits, lanes), shape 24, strides 32. In a versioned capsule it
+# stands behind version, manager, deleter and flags.
+_DLPACK_FORMS = ((b"dltensor_versioned", 32), (b"dltensor", 0))
+_DLPACK_DTYPE = 20
+_BFLOAT16 = bytes((4, 16, 1, 0))
+_UINT16 = bytes((1, 16, 1, 0))
+
+
+def _take_bfloat16_bits(capsule: Any) -> bool:
+    """NumPy refuses bfloat16 capsules, so name the elements uint16 in place; say whether that was needed."""
+    is_valid, get_pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
+    is_valid.argtypes = get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    is_valid.restype, get_pointer.restype = ctypes.c_int, ctypes.c_void_p
+    for capsule_name, tensor in _DLPACK_FORMS:
+        if is_valid(capsule, capsule_name):
+            field = get_pointer(capsule, capsule_name) + tensor + _DLPACK_DTYPE
+            if ctypes.string_at(field, 4) == _BFLOAT16:
+                ctypes.memmove(field, _UINT16, 4)
+                return True
+    return False
+
+
+def _import_cupy(name: str) -> Any:
+    try:
+        import cupy
+    except ImportError as e:
+        raise SetupError(
+            f"{name} is in GPU memory and CuPy is not installed: pip install 'cupyflash[cuda13]' (or [cuda12] for a CUDA 12 driver)"
+        ) from e
+    return cupy
+
+
+# --- dtypes ------------------------------------------------------------------------------------------------------------------------
+
+_NAMES: dict[Any, str] = {}
+
+
+def _name_of(dtype: Any) -> str:
+    name = _NAMES.get(dtype)
+    if name is None:  # dtype.name costs over a microsecond, and drops the byte order
+        name = dtype.name if dtype.isnative else f"{dtype.name} in foreign byte order"
+        _NAMES[dtype] = name
+    return name
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype given in any library's words: a string, a NumPy or torch dtype, a scalar type."""
+    if isinstance(dtype, str):
+        return dtype
+    if type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    try:
+        return _name_of(np.dtype(dtype))
+    except TypeError:
+        raise ArgumentError(f"out_dtype={dtype!r} is no dtype: it is a name as 'float32', or a dtype of NumPy, torch or JAX") from None
+
+
+def _numpy_dtype(name: str) -> Any:
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as e:
+        raise SetupError("NumPy has no bfloat16 of its own: pip install ml_dtypes") from e
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+# --- one call's arrays belong together -----------------------------------------------------------------------------------------------
+
+# Small vectors that a caller of any library may hold as NumPy arrays.
+VECTORS = frozenset({"alibi_slopes", "seqused_q", "seqused_k"})
+
+
+def check_together(views: dict[str, ArrayView], stream: Any = None) -> None:
+    """All arrays come from one library and lie on one device; `stream` only goes with a GPU."""
+    first, base = next(iter(views.items()))
+    for name, other in views.items():
+        if other.library != base.library and not (name in VECTORS and other.library == "numpy"):
+            which = ", ".join(f"{n} {v.library}" for n, v in views.items())
+            raise ArgumentError(
+                f"{name} is a {other.library} array and {first} a {base.library} one: a call takes arrays of one library ({which})"
+            )
+        if other.device_id != base.device_id:
+            raise DeviceError(f"{name} is {place(other)} and {first} {place(base)}: move one of them")
+    if stream is not None and base.device_id == HOST:
+        raise DeviceError("stream= was given and the arrays are in host memory: streams belong to a GPU")
+
+
+def place(view: ArrayView) -> str:
+    return "in host memory" if view.device_id == HOST else f"on cuda:{view.device_id}"
+
+
+def check_out(name: str, array: Any, out: ArrayView, inputs: dict[str, ArrayView]) -> None:
+    """`out=` can be written, has one place for each element, and shares none with another array of the call."""
+    if out.owner is not array:
+        raise ArgumentError(f"{name} is a {type(array).__qualname__}: results are written into arrays of CuPy, torch and NumPy only")
+    if out.library == "jax":
+        raise ArgumentError(f"{name}= is a JAX array: JAX arrays cannot be written, use the returned one")
+    if out.library == "numpy" and not out.owner.flags.writeable:
+        raise ShapeError(f"{name} is read-only: pass an array that can be written")
+    if out.library == "torch" and out.owner.requires_grad:
+        raise ArgumentError(f"{name} requires grad: pass a tensor that does not")
+    if any(s <= 0 and n > 1 for n, s in zip(out.shape, out.strides, strict=True)):
+        raise ShapeError(f"{name} has strides {out.strides}: each must be positive, so that no two elements share a place")
+    for other, view in inputs.items():
+        if _overlap(out, view):
+            raise ShapeError(f"{name} overlaps {other} in memory: the result would overwrite what is still read; pass another array")
+
+
+def _overlap(a: ArrayView, b: ArrayView) -> bool:
+    if a.device_id != b.device_id or 0 in a.shape or 0 in b.shape:
+        return False
+    # NumPy's exact test reads addresses only, so it serves device memory as well. It gives up on contrived strides: then be safe.
+    try:
+        return np.shares_memory(_shadow(a), _shadow(b), max_work=1_000_000)  # type: ignore[arg-type]  # NumPy's stub knows -1 and 0 only
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Shadow:
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _shadow(view: ArrayView) -> Any:
+    size = _itemsize(view.dtype)
+    strides = tuple(s * size for s in view.strides)
+    return np.asarray(_Shadow({"version": 3, "data": (view.ptr, True), "shape": view.shape, "strides": strides, "typestr": f"|V{size}"}))
+
+
+def _itemsize(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+# --- results ---------------------------------------------------------------------------------------------------------------------------
+
+
+def empty(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None) -> ArrayView:
+    """An uninitialised array in `like`'s library and place; `order` lists the axes from the slowest in memory to the fastest."""
+    axes = order or tuple(range(len(shape)))
+    strides = [0] * len(shape)
+    step = 1
+    for axis in reversed(axes):
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    if like.library == "torch":
+        torch = sys.modules["torch"]
+        owner = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=like.owner.device)
+        return ArrayView(owner.data_ptr(), shape, tuple(strides), dtype, like.device_id, "torch", owner)
+    stored = tuple(shape[a] for a in axes)
+    back = tuple(axes.index(a) for a in range(len(axes)))
+    if like.library == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(like.device_id):
+            owner = cupy.empty(stored, dtype=_numpy_dtype(dtype)).transpose(back)
+        return ArrayView(owner.data.ptr, shape, tuple(strides), dtype, like.device_id, "cupy", owner)
+    # A JAX array cannot be written: its result is computed in NumPy memory, compact, and becomes JAX's in give_back.
+    if like.library == "jax":
+        _check_jax_dtype(dtype)
+        stored, back = shape, tuple(range(len(shape)))
+    return _view_numpy(np.empty(stored, dtype=_numpy_dtype(dtype)).transpose(back), "out")._replace(library=like.library)
+
+
+def storage_order(view: ArrayView) -> tuple[int, ...] | None:
+    """The axes of a dense array from the slowest in memory to the fastest; None where it is dense in no order or in C order."""
+    last = len(view.shape) - 1
+    axes = sorted(range(last), key=lambda a: (view.shape[a] > 1, -view.strides[a]))
+    ordered = [*axes, last]
+    step = 1
+    for axis in reversed(ordered):
+        if view.shape[axis] > 1:
+            if view.strides[axis] != step:
+                return None
+            step *= view.shape[axis]
+    long = [a for a in ordered if view.shape[a] > 1]
+    return None if long == sorted(long) else tuple(ordered)
+
+
+def give_back(result: ArrayView, like: ArrayView) -> Any:
+    """The result as an array of the caller's own type."""
+    if like.library != "jax":
+        return result.owner
+    return sys.modules["jax"].device_put(result.owner, next(iter(like.owner.devices())))
+
+
+def _check_jax_dtype(dtype: str) -> None:
+    if dtype == "float64" and not sys.modules["jax"].config.jax_enable_x64:
+        raise DtypeError("out_dtype is float64 and JAX holds no float64 until jax.config.update('jax_enable_x64', True)")
+
+
+def on_host(view: ArrayView) -> np.ndarray[Any, Any]:
+    """The NumPy array over a host view's memory, with the view's shape and strides; bfloat16 as its bits in uint16."""
+    base = view.owner
+    if view.library == "torch":
+        torch = sys.modules["torch"]
+        base = base.detach()
+        base = (base.view(torch.int16) if view.dtype == "bfloat16" else base).numpy()
+    base = np.asarray(base)
+    dtype = np.dtype(np.uint16) if view.dtype == "bfloat16" else np.dtype(view.dtype)
+    strides = tuple(s * dtype.itemsize for s in view.strides)
+    return np.lib.stride_tricks.as_strided(base.view(dtype), view.shape, strides)
+
+
+# --- streams -----------------------------------------------------------------------------------------------------------------------------
+
+
+def stream_handle(like: ArrayView, stream: Any = None) -> int:
+    """The handle to launch on: `stream` in any library's words, or the current stream of the library that `like` comes from."""
+    if stream is not None:
+        if isinstance(stream, int):
+            return stream
+        for attribute in ("ptr", "cuda_stream"):  # CuPy's and torch's names
+            if hasattr(stream, attribute):
+                return int(getattr(stream, attribute))
+        if hasattr(stream, "__cuda_stream__"):
+            return int(stream.__cuda_stream__()[1])
+        raise ArgumentError(
+            f"stream is a {type(stream).__qualname__}: it must be a stream of CuPy or torch, a handle, or have __cuda_stream__"
+        )
+    if like.library == "torch":
+        torch = sys.modules["torch"]
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 0.1 us; torch.cuda.current_stream() 3.3
+        return int(raw(like.device_id) if raw else torch.cuda.current_stream(like.device_id).cuda_stream)
+    return int(sys.modules["cupy"].cuda.get_current_stream(like.device_id).ptr)

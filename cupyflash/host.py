@@ -1,0 +1,208 @@
+"""Attention for arrays in host memory: FlashAttention's tiled online softmax (arXiv 2307.08691, algorithm 1) on NumPy and its BLAS.
+
+One tile of scores exists at a time, so extra memory does not grow with Sq x Sk, and a tile of 512 kB stays in a core's L2 where the
+three-step formula streams its whole score matrix through memory four times. Arithmetic is float32, float64 for float64 inputs.
+
+A tile is `batch x kv heads x (group x query rows) x keys`: the query heads of a group share their keys, so they are rows of one matrix
+product, and short sequences put many heads into one tile, so NumPy's cost of about 1 us a call is spread.
+
+bfloat16 arrays arrive as their bits in uint16: widening is a shift, and narrowing rounds to nearest even, with no other package.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from cupyflash.problem import AttentionProblem, Operands
+
+Array = np.ndarray[Any, Any]
+_log = logging.getLogger("cupyflash")
+
+# Scores in one tile, and keys in it at most. Measured in bench/NOTES.md.
+_TILE = 1 << 17
+_BLOCK_N = 512
+
+
+def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None:
+    """Fill `a.out` (B, Sq, Hq, Dv) and, unless None, `lse` (B, Hq, Sq); every operand is a NumPy array in the axis order of Operands."""
+    p = problem
+    used_q = _used("seqused_q", a.seqused_q, p.seqlen_q, p.batch)
+    used_k = _used("seqused_k", a.seqused_k, p.seqlen_k, p.batch)
+    with np.errstate(all="ignore"):  # inf and NaN of the inputs travel as IEEE says; a warning about them would name no argument
+        for tile in _query_tiles(p, ragged=a.seqused_q is not None or a.seqused_k is not None):
+            _one_tile(p, a, lse, tile, used_q[tile.b.start], used_k[tile.b.start])
+
+
+class _Tile(NamedTuple):
+    b: slice  # batch
+    h: slice  # key/value heads
+    m: slice  # query rows
+
+
+def _query_tiles(p: AttentionProblem, ragged: bool) -> Iterator[_Tile]:
+    group = p.num_heads_q // max(p.num_heads_kv, 1)
+    block_n = min(max(p.seqlen_k, 1), _BLOCK_N)
+    block_m = _fit(p.seqlen_q, _TILE // (block_n * max(group, 1)))
+    heads = _fit(p.num_heads_kv, _TILE // (block_n * block_m * max(group, 1)))
+    batches = 1 if ragged else _fit(p.batch, _TILE // (block_n * block_m * max(group, 1) * heads))
+    for b in _blocks(p.batch, batches):
+        for h in _blocks(p.num_heads_kv, heads):
+            for m in _blocks(p.seqlen_q, block_m):
+                yield _Tile(b, h, m)
+
+
+def _fit(n: int, limit: int) -> int:
+    return max(1, min(n, limit))
+
+
+def _blocks(n: int, block: int) -> Iterator[slice]:
+    return (slice(start, min(start + block, n)) for start in range(0, n, block))
+
+
+def _one_tile(p: AttentionProblem, a: Operands, lse: Array | None, tile: _Tile, used_q: int, used_k: int) -> None:
+    b, h, m = tile
+    group = p.num_heads_q // p.num_heads_kv
+    heads = slice(h.start * group, h.stop * group)
+    batch, kv_heads, rows = b.stop - b.start, h.stop - h.start, m.stop - m.start
+    grid = (batch, kv_heads, group, rows)  # one softmax each
+    flat = (batch, kv_heads, group * rows)
+
+    q = _widen(a.q[b, m, heads], p.dtype) * _real(p, p.softmax_scale)
+    rQ = q.reshape(batch, rows, kv_heads, group, p.head_dim).transpose(0, 2, 3, 1, 4).reshape(*flat, p.head_dim)
+    rO = np.zeros((*flat, p.head_dim_v), rQ.dtype)
+    row_max = np.full(flat, -np.inf, rQ.dtype)
+    row_sum = np.zeros(flat, rQ.dtype)
+    if a.sink is not None:  # one more key, of value zero: the state after having seen it alone
+        sink = _widen(a.sink[heads], p.sink).astype(rQ.dtype).reshape(1, kv_heads, group, 1)
+        row_max[:] = np.broadcast_to(sink, grid).reshape(flat)
+        row_sum[:] = row_max > -np.inf
+
+    offset = 0 if p.top_left else used_k - used_q
+    first, last = _visible_keys(p, m, offset, used_k)
+    for n in (slice(start, min(start + _BLOCK_N, last)) for start in range(first, last, _BLOCK_N)):
+        rK = _widen(a.k[b, n, h], p.dtype).transpose(0, 2, 3, 1)  # (batch, kv_heads, D, keys)
+        rV = _widen(a.v[b, n, h], p.dtype).transpose(0, 2, 1, 3)
+        rS = np.matmul(rQ, rK)
+        visible = _score_step(p, a, rS.reshape(*grid, n.stop - n.start), tile, heads, n, offset)
+
+        new_max = np.maximum(row_max, rS.max(axis=-1))
+        reference = np.where(new_max == -np.inf, rQ.dtype.type(0), new_max)  # no key yet: exp(-inf - 0) = 0, not exp(-inf + inf)
+        rS -= reference[..., None]
+        rP = np.exp(rS, out=rS)
+        rescale = np.exp(row_max - reference)
+        row_sum = row_sum * rescale + rP.sum(axis=-1)
+        rO *= rescale[..., None]
+        rO += _weigh(rP, rV, visible)
+        row_max = new_max
+
+    rO /= np.where(row_sum == 0, rQ.dtype.type(1), row_sum)[..., None]
+    row_lse = row_max + np.log(row_sum)  # a row without a key: -inf + log(0) = -inf, and rO is still zero
+    rO, row_lse = rO.reshape(*grid, p.head_dim_v), row_lse.reshape(grid)
+    unused = max(used_q - m.start, 0)
+    rO[..., unused:, :] = 0
+    row_lse[..., unused:] = -np.inf
+    _store(a.out[b, m, heads], rO.transpose(0, 3, 1, 2, 4).reshape(batch, rows, kv_heads * group, p.head_dim_v), p.out_dtype)
+    if lse is not None:
+        lse[b, heads, m] = row_lse.reshape(batch, kv_heads * group, rows)
+
+
+def _visible_keys(p: AttentionProblem, m: slice, offset: int, used_k: int) -> tuple[int, int]:
+    """The range of keys that some row of the tile may see."""
+    first = 0 if p.window_left is None else max(m.start + offset - p.window_left, 0)
+    last = used_k if p.window_right is None else min(m.stop + offset + p.window_right, used_k)
+    return first, last
+
+
+def _score_step(p: AttentionProblem, a: Operands, rS: Array, tile: _Tile, heads: slice, n: slice, offset: int) -> Array | None:
+    """Scaled scores (batch, kv_heads, group, rows, keys) in place: softcap, ALiBi, bias, mask; which are visible, None where all are."""
+    b, _, m = tile
+    split = rS.shape[:3]  # (batch, kv_heads, group): the query heads of a score operand
+    if p.softcap is not None:
+        cap = _real(p, p.softcap)
+        rS /= cap
+        np.tanh(rS, out=rS)
+        rS *= cap
+    rows, keys = rS.shape[3:]
+    cut_left = p.window_left is not None and m.stop - 1 + offset - n.start > p.window_left
+    cut_right = p.window_right is not None and m.start + offset - (n.stop - 1) < -p.window_right
+    if cut_left or cut_right or a.alibi_slopes is not None:
+        distance = np.arange(m.start, m.stop)[:, None] + offset - np.arange(n.start, n.stop)  # i + offset - j
+    if a.alibi_slopes is not None:
+        slopes = a.alibi_slopes[b, heads].reshape(*split, 1, 1).astype(rS.dtype)
+        rS -= slopes * np.abs(distance).astype(rS.dtype)
+    if a.bias is not None:
+        rS += _widen(a.bias[b, heads, m, n], p.bias).reshape(*split, rows, keys)
+    conditions = []
+    if cut_left:
+        conditions.append(distance <= p.window_left)
+    if cut_right:
+        conditions.append(distance >= -(p.window_right or 0))
+    if a.mask is not None:
+        conditions.append(a.mask[b, heads, m, n].reshape(*split, rows, keys))
+    visible: Array | None = functools.reduce(np.logical_and, conditions) if conditions else None
+    if visible is not None:
+        visible = np.broadcast_to(visible, rS.shape)
+        np.copyto(rS, -np.inf, where=~visible)
+    return visible
+
+
+def _weigh(rP: Array, rV: Array, visible: Array | None) -> Array:
+    """P V in which a NaN or an infinity of V reaches only the rows that see its key: 0 x NaN is NaN in a matrix product."""
+    if visible is None or np.isfinite(rV).all():
+        return cast(Array, np.matmul(rP, rV))
+    finite = np.isfinite(rV)
+    rO: Array = np.matmul(rP, np.where(finite, rV, 0))
+    seen = visible.reshape(rP.shape)
+    for b, h, j in np.argwhere(~finite.all(axis=-1)):
+        special = np.where(finite[b, h, j], 0, rV[b, h, j])
+        rO[b, h] += np.where(seen[b, h, :, j, None], rP[b, h, :, j, None] * special, 0)
+    return rO
+
+
+def merge(outs: list[Array], lses: list[Array], out: Array, lse: Array, dtype: str) -> None:
+    """Softmax-weighted mean of partial results over disjoint keys; outs (..., S, H, Dv), lses (..., H, S); dtype names that of the outs."""
+    with np.errstate(all="ignore"):
+        stacked = np.stack(lses)
+        top = stacked.max(axis=0)
+        weights = np.exp(stacked - np.where(top == -np.inf, 0, top))
+        total = weights.sum(axis=0)
+        weights /= np.where(total == 0, 1, total)
+        merged = np.zeros(out.shape, stacked.dtype)
+        for part, weight in zip(outs, np.swapaxes(weights, -1, -2)[..., None], strict=True):
+            merged += np.where(weight == 0, 0, weight * _widen(part, dtype).astype(stacked.dtype, copy=False))
+        lse[...] = top + np.log(total)
+        _store(out, merged, dtype)
+
+
+def _used(name: str, used: Array | None, seqlen: int, batch: int) -> list[int]:
+    if used is None:
+        return [seqlen] * batch
+    if "check" in os.environ.get("CUPYFLASH_DEBUG", "").split(",") and ((used < 0) | (used > seqlen)).any():
+        _log.warning("%s holds %s: lengths are clamped to 0 <= length <= %d", name, used.tolist(), seqlen)
+    return [int(n) for n in np.clip(used, 0, seqlen)]
+
+
+def _real(p: AttentionProblem, x: float) -> Any:
+    return np.float64(x) if p.dtype == "float64" else np.float32(x)
+
+
+def _widen(x: Array, dtype: str | None) -> Array:
+    """float32 of 16-bit values, exactly; wider types as they are."""
+    if dtype == "bfloat16":
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32) if dtype == "float16" else x
+
+
+def _store(out: Array, x: Array, dtype: str) -> None:
+    if dtype != "bfloat16":
+        out[...] = x
+        return
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    out[...] = np.where(np.isnan(x), 0x7FC0, rounded)  # adding to a NaN's bits could carry it into an infinity

@@ -1,0 +1,63 @@
+"""Options under the names that other libraries give them: the error of a call that uses one says what it is called here."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from cupyflash.errors import ArgumentError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SCALE = "it is called 'softmax_scale'"
+_CAP = "it is called 'softcap'"
+_WINDOW = "it is called 'window_size', a pair (left, right) of inclusive distances from the diagonal"
+_SINK = "it is called 'sink', shape (Hq,)"
+_USED = "for padded keys give their lengths as 'seqused_k', or a bool 'mask'"
+_LSE = "it is called 'return_lse'"
+_MASK = "a bool array is 'mask' (True: may attend), a float one to add is 'bias'"
+_PAGED = "paged caches are not built yet"
+_PACKED = "packed sequences are not built yet; pad them and give 'seqused_q' and 'seqused_k'"
+_FP8 = "fp8 inputs and their scales are not built yet"
+
+FOREIGN = {
+    **dict.fromkeys(("scale", "sm_scale", "attn_scale", "logits_scale", "scaling", "qk_scale"), _SCALE),
+    **dict.fromkeys(("is_causal", "causal_mask"), "it is called 'causal' (bottom-right when lengths differ)"),
+    **dict.fromkeys(("window", "sliding_window", "local_window_size", "window_left", "window_size_left", "window_right"), _WINDOW),
+    **dict.fromkeys(("soft_cap", "logits_soft_cap", "logit_softcapping", "cap"), _CAP),
+    **dict.fromkeys(("alibi", "slopes"), "it is called 'alibi_slopes', shape (Hq,) or (B, Hq)"),
+    **dict.fromkeys(("attn_mask", "attention_mask", "custom_mask"), _MASK),
+    "attn_bias": "it is called 'bias'",
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink", "softmax_offset"), _SINK),
+    **dict.fromkeys(("key_padding_mask", "kv_seq_lengths", "key_value_seq_lengths", "cache_seqlens", "kv_len"), _USED),
+    "query_seq_lengths": "it is called 'seqused_q', int32 of shape (B,)",
+    **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_residuals", "need_weights", "softmax_lse"), _LSE),
+    **dict.fromkeys(("dropout", "dropout_p", "dropout_rate"), "dropout is not built yet"),
+    **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), "functions on scores are not built yet; 'bias' and 'mask' take arrays"),
+    **dict.fromkeys(("block_table", "block_tables", "page_table"), _PAGED),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "qo_indptr", "max_seqlen_q", "max_seqlen_k"), _PACKED),
+    **dict.fromkeys(("descale_q", "descale_k", "descale_v", "q_descale", "k_descale", "v_descale"), _FP8),
+    **dict.fromkeys(("enable_gqa", "num_kv_heads"), "grouped heads are read off the shapes of q and k"),
+    **dict.fromkeys(("qkv_format", "tensor_layout", "input_layout"), "it is called 'layout': 'bshd', 'bhsd' or 'sbhd'"),
+    "qkv": "pass three slices of the packed array: views are not copied",
+}
+
+
+def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Refuse unknown keywords with the name that the option has here; the signature stays the function's own."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not known.issuperset(kwargs):
+            unknown = next(name for name in kwargs if name not in known)
+            close = difflib.get_close_matches(unknown, known, n=1)
+            hint = FOREIGN.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
+            raise ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")
+        return function(*args, **kwargs)
+
+    return checked

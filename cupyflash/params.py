@@ -1,0 +1,70 @@
+"""The kernels' parameter struct, field for field the mirror of cuda_src/primitives/params.cuh, and how a call is packed into it.
+
+Eight-byte fields stand before four-byte ones, so the C++ struct has no padding and the two layouts are one string of struct codes;
+tests/unit/test_params.py compares the field lists of both languages.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from cupyflash.problem import AttentionProblem, Operands
+
+_LOG2E = math.log2(math.e)
+
+# (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, f float.
+FORWARD_FIELDS = (
+    *((name, "Q") for name in ("q", "k", "v", "out", "lse", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k")),
+    *((f"{name}_stride_{axis}", "q") for name in ("q", "k", "v", "out") for axis in ("batch", "seq", "head")),
+    *((f"{name}_stride_{axis}", "q") for name in ("bias", "mask") for axis in ("batch", "head", "q", "k")),
+    *((f"alibi_stride_{axis}", "q") for axis in ("batch", "head")),
+    *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k")),
+    *((name, "d") for name in ("softmax_scale", "softcap")),
+    *((name, "i") for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")),
+    *((name, "i") for name in ("window_left", "window_right", "top_left")),
+    *((name, "f") for name in ("softmax_scale_log2", "softcap_log2")),
+)
+FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
+
+UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
+
+
+def pack_forward(buffer: Any, p: AttentionProblem, a: Operands, lse: Any) -> None:
+    """Write one forward call into a writable buffer of FORWARD.size bytes; operands have the axis order of Operands."""
+    softcap = p.softcap or 0.0
+    FORWARD.pack_into(
+        buffer,
+        0,
+        *(view.ptr if view is not None else 0 for view in (a.q, a.k, a.v, a.out, lse)),
+        *(view.ptr if view is not None else 0 for view in (a.bias, a.mask, a.alibi_slopes, a.sink, a.seqused_q, a.seqused_k)),
+        *a.q.strides[:3],
+        *a.k.strides[:3],
+        *a.v.strides[:3],
+        *a.out.strides[:3],
+        *_strides(a.bias, 4),
+        *_strides(a.mask, 4),
+        *_strides(a.alibi_slopes, 2),
+        *_strides(a.sink, 1),
+        *_strides(a.seqused_q, 1),
+        *_strides(a.seqused_k, 1),
+        p.softmax_scale,
+        softcap,
+        p.batch,
+        p.seqlen_q,
+        p.seqlen_k,
+        p.num_heads_q,
+        p.num_heads_kv,
+        p.head_dim,
+        p.head_dim_v,
+        UNLIMITED if p.window_left is None else p.window_left,
+        UNLIMITED if p.window_right is None else p.window_right,
+        p.top_left,
+        p.softmax_scale * _LOG2E,
+        softcap * _LOG2E,
+    )
+
+
+def _strides(view: Any, n: int) -> tuple[int, ...]:
+    return view.strides if view is not None else (0,) * n

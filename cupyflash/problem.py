@@ -1,0 +1,302 @@
+"""One attention, stated and checked: every shape rule, every dtype rule of an argument and every message about them lives here.
+
+Pure: it reads the shape, strides, dtype and address of views and never an element, so it decides the same for any library and any
+device, and is tested without one. Formulas use Sq, Sk, Hq, Hkv, D, Dv as everywhere in cupyflash.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from cupyflash.errors import ArgumentError, DtypeError, ShapeError
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+Layout = Literal["bshd", "bhsd", "sbhd"]
+Causal = bool | Literal["bottom_right", "top_left"]
+Window = tuple[int | None, int | None]
+
+# Where each layout keeps batch, sequence, heads and head_dim; a 3-D array is one batch and has no b.
+_AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
+_AXES_3D = {"bshd": (0, 1, 2), "bhsd": (1, 0, 2), "sbhd": (0, 1, 2)}
+
+
+class Shaped(Protocol):
+    """What this module reads of an array view; strides count elements."""
+
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def _replace(self: V, **fields: Any) -> V: ...
+
+
+V = TypeVar("V", bound=Shaped)
+
+
+class AttentionProblem(NamedTuple):
+    """All that decides how one attention is computed: hashable, the key of the plan's cache.
+
+    Lengths kept in device memory (`seqused_q`, `seqused_k`) appear only as "given"; seqlen_q and seqlen_k are their maximum.
+    `causal=True` is `window_right=0`; a window that can hide nothing is None, so equal attentions are equal problems.
+    """
+
+    dtype: str
+    out_dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    softcap: float | None = None
+    window_left: int | None = None  # keys before the diagonal that stay visible; None: all
+    window_right: int | None = None  # keys after it
+    top_left: bool = False  # the diagonal is j = i; else j = i + used_k - used_q
+    alibi: bool = False
+    bias: str | None = None  # dtype
+    mask: bool = False
+    sink: str | None = None  # dtype
+    seqused_q: bool = False
+    seqused_k: bool = False
+    write_lse: bool = False
+    aligned16: bool = True  # every row of q, k, v and out starts at a multiple of 16 bytes
+
+    @property
+    def lse_dtype(self) -> str:
+        """float32, but float64 for float64 attention: a float32 LSE would cap its gradients at seven digits."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+class Operands(NamedTuple):
+    """The views of one call in the axis order of the kernels: q, k, v, out (B, S, H, D); bias and mask (B, Hq, Sq, Sk) and
+    alibi_slopes (B, Hq) with stride 0 on broadcast axes; sink (Hq,); seqused_* (B,)."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any = None
+    bias: Any = None
+    mask: Any = None
+    alibi_slopes: Any = None
+    sink: Any = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+
+
+def dense(
+    arrays: Operands,
+    *,
+    layout: str = "bshd",
+    causal: Causal = False,
+    window_size: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    out_dtype: str | None = None,
+    return_lse: bool = False,
+) -> tuple[AttentionProblem, Operands]:
+    """Check the arguments of `attention` against each other; return the problem and its operands in the kernels' axis order."""
+    _check_dtypes(arrays, out_dtype)
+    if layout not in _AXES:
+        raise ArgumentError(f"layout={layout!r} is unknown: it is one of {', '.join(map(repr, _AXES))}")
+    q, k, v = (to_bshd(view, name, layout, arrays.q) for name, view in (("q", arrays.q), ("k", arrays.k), ("v", arrays.v)))
+    batch, seqlen_q, num_heads_q, head_dim = q.shape
+    seqlen_k, num_heads_kv, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    _equal("k", "q", batch=(k.shape[0], batch), head_dim=(k.shape[3], head_dim))
+    _equal("v", "k", batch=(v.shape[0], batch), seqlen=(v.shape[1], seqlen_k), heads=(v.shape[2], num_heads_kv))
+    if head_dim == 0 or head_dim_v == 0:
+        raise ShapeError(f"{'q' if head_dim == 0 else 'v'} has head_dim 0: it must be at least 1")
+    if num_heads_q != 0 and (num_heads_kv == 0 or num_heads_q % num_heads_kv):
+        raise ShapeError(f"k has {num_heads_kv} heads and q has {num_heads_q}: num_heads_q must be a multiple of num_heads_kv")
+
+    out = arrays.out
+    if out is not None:
+        out = to_bshd(out, "out", layout, arrays.q)
+        expected = dict(zip(("batch", "seqlen", "heads", "head_dim"), (batch, seqlen_q, num_heads_q, head_dim_v), strict=True))
+        _equal("out", "the result", **{axis: (n, expected[axis]) for axis, n in zip(expected, out.shape, strict=True)})
+    left, right, top_left = _window(causal, window_size, seqlen_q, seqlen_k)
+    problem = AttentionProblem(
+        dtype=q.dtype,
+        out_dtype=out_dtype or q.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        softmax_scale=1 / math.sqrt(head_dim) if softmax_scale is None else _real("softmax_scale", softmax_scale),
+        softcap=None if softcap is None else _positive("softcap", softcap),
+        window_left=left,
+        window_right=right,
+        top_left=top_left,
+        alibi=arrays.alibi_slopes is not None,
+        bias=arrays.bias.dtype if arrays.bias is not None else None,
+        mask=arrays.mask is not None,
+        sink=arrays.sink.dtype if arrays.sink is not None else None,
+        seqused_q=arrays.seqused_q is not None,
+        seqused_k=arrays.seqused_k is not None,
+        write_lse=return_lse,
+        aligned16=_aligned16(q, k, v) and (_aligned16(out) if out is not None else head_dim_v * ITEMSIZE[out_dtype or q.dtype] % 16 == 0),
+    )
+    scores = (batch, num_heads_q, seqlen_q, seqlen_k)
+    operands = Operands(
+        q,
+        k,
+        v,
+        out,
+        bias=_broadcast("bias", arrays.bias, scores),
+        mask=_broadcast("mask", arrays.mask, scores),
+        alibi_slopes=_vector("alibi_slopes", arrays.alibi_slopes, (num_heads_q,), (batch, num_heads_q), names="(Hq,) or (B, Hq)"),
+        sink=_vector("sink", arrays.sink, (num_heads_q,), names="(Hq,)"),
+        seqused_q=_vector("seqused_q", arrays.seqused_q, (batch,), names="(B,)"),
+        seqused_k=_vector("seqused_k", arrays.seqused_k, (batch,), names="(B,)"),
+    )
+    return problem, operands
+
+
+def _check_dtypes(arrays: Operands, out_dtype: str | None) -> None:
+    q = arrays.q.dtype
+    for name in ("q", "k", "v"):
+        dtype = getattr(arrays, name).dtype
+        if dtype not in ITEMSIZE:
+            raise DtypeError(f"{name} is {dtype}: it must be one of {', '.join(ITEMSIZE)}")
+        if dtype != q:
+            raise DtypeError(f"{name} is {dtype} and q is {q}: q, k and v must have one dtype")
+    if out_dtype is not None and out_dtype not in ITEMSIZE:
+        raise DtypeError(f"out_dtype is {out_dtype}: it must be one of {', '.join(ITEMSIZE)}")
+    if arrays.out is not None and arrays.out.dtype != (out_dtype or q):
+        asked = f"out_dtype={out_dtype!r}" if out_dtype else f"the dtype of q, {q}; out_dtype={arrays.out.dtype!r} asks for out's own"
+        raise DtypeError(f"out is {arrays.out.dtype}: it must be {asked}")
+    if arrays.mask is not None and arrays.mask.dtype != "bool":
+        raise DtypeError(f"mask is {arrays.mask.dtype}: it must be bool, True where a query may attend; for numbers to add use bias=")
+    allowed = {
+        "bias": (q, "float32"),
+        "alibi_slopes": ("float32",),
+        "sink": (q, "float32"),
+        "seqused_q": ("int32",),
+        "seqused_k": ("int32",),
+    }
+    for name, dtypes in allowed.items():
+        view = getattr(arrays, name)
+        if view is not None and view.dtype not in dtypes:
+            hint = "; for True/False use mask=" if name == "bias" and view.dtype == "bool" else ""
+            raise DtypeError(f"{name} is {view.dtype}: it must be {' or '.join(dict.fromkeys(dtypes))}{hint}")
+
+
+def to_bshd(view: V, name: str, layout: str, q: Shaped) -> V:
+    """`view` with its axes in the order (B, S, H, D), as a change of strides; `q` is the view whose number of axes it must have."""
+    ndim = len(view.shape)
+    if ndim not in (3, 4):
+        raise ShapeError(f"{name} has shape {view.shape}: it must have 4 axes in the order {layout!r}, or 3 for a single batch")
+    if ndim != len(q.shape):
+        raise ShapeError(f"{name} has {ndim} axes and q has {len(q.shape)}: both must have 4, or both 3 for a single batch")
+    if view.strides[-1] != 1 and view.shape[-1] > 1 and 0 not in view.shape:
+        raise ShapeError(
+            f"{name} has stride {view.strides[-1]} on its last axis: it must be 1, and cupyflash never copies an input by itself; "
+            f"pass {name}.copy() ({name}.contiguous() in torch)"
+        )
+    if ndim == 3:
+        axes = _AXES_3D[layout]
+        return view._replace(shape=(1, *(view.shape[a] for a in axes)), strides=(0, *(view.strides[a] for a in axes)))
+    axes4 = _AXES[layout]
+    return view._replace(shape=tuple(view.shape[a] for a in axes4), strides=tuple(view.strides[a] for a in axes4))
+
+
+def _equal(name: str, other: str, **axes: tuple[int, int]) -> None:
+    for axis, (has, needs) in axes.items():
+        if has != needs:
+            words = (f"{has} heads", f"{needs}") if axis == "heads" else (f"{axis} {has}", f"{needs}")
+            raise ShapeError(f"{name} has {words[0]} and {other} has {words[1]}: they must be equal")
+
+
+def _broadcast(name: str, view: Any, scores: tuple[int, int, int, int]) -> Any:
+    """A view of shape (B, Hq, Sq, Sk): an axis that the array lacks, or has with size 1, gets stride 0."""
+    if view is None:
+        return None
+    missing = 4 - len(view.shape)
+    shape = (1,) * missing + view.shape
+    if missing < 0 or any(n not in (1, full) for n, full in zip(shape, scores, strict=False)):
+        hint = ""
+        if view.shape == (scores[0], scores[3]):
+            hint = f"; a padding mask of shape (B, Sk) is {name}[:, None, None, :], or better seqused_k=lengths"
+        raise ShapeError(f"{name} has shape {view.shape}: it must broadcast to (B, Hq, Sq, Sk) = {scores}{hint}")
+    strides = (0,) * missing + view.strides
+    return view._replace(shape=scores, strides=tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=True)))
+
+
+def _vector(name: str, view: Any, *shapes: tuple[int, ...], names: str) -> Any:
+    """A view of the last of `shapes`; the shorter form repeats over the leading axis."""
+    if view is None:
+        return None
+    if view.shape not in shapes:
+        raise ShapeError(f"{name} has shape {view.shape}: it must have shape {names} = {' or '.join(map(str, shapes))}")
+    return view._replace(shape=shapes[-1], strides=(0,) * (len(shapes[-1]) - len(view.shape)) + view.strides)
+
+
+def _window(causal: Any, window_size: Any, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None, bool]:
+    if not (isinstance(causal, str) or _is_bool(causal)) or (isinstance(causal, str) and causal not in ("bottom_right", "top_left")):
+        raise ArgumentError(f"causal={causal!r} is unknown: it is True, False, 'bottom_right' (what True means) or 'top_left'")
+    left: int | None = None
+    right: int | None = None
+    if window_size is not None:
+        if isinstance(window_size, numbers.Integral):
+            n = int(window_size)
+            raise ArgumentError(f"window_size={n} is ambiguous: ({n - 1}, 0) keeps {n} keys with the query's own, ({n}, 0) keeps {n + 1}")
+        if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+            raise ArgumentError(f"window_size={window_size!r} must be a pair (left, right) of ints; None or -1 means unlimited")
+        left, right = (_distance(window_size, n) for n in window_size)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    # The diagonal runs from key Sk - Sq (or 0) to key Sk - 1 (or Sq - 1) at the furthest, also when seqused_* shorten it.
+    if left is not None and left >= max(seqlen_q, seqlen_k):
+        left = None
+    if right is not None and right >= seqlen_q + seqlen_k:
+        right = None
+    return left, right, causal == "top_left"
+
+
+def _distance(window_size: Any, n: Any) -> int | None:
+    if n is None:
+        return None
+    if not isinstance(n, numbers.Integral) or _is_bool(n):
+        raise ArgumentError(f"window_size={window_size!r} must be a pair (left, right) of ints; None or -1 means unlimited")
+    if n < -1:
+        raise ShapeError(f"window_size={window_size!r} has a distance below 0: only -1 or None means unlimited")
+    return None if n == -1 else int(n)
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or type(x).__name__ in ("bool", "bool_")
+
+
+def _real(name: str, x: Any) -> float:
+    if not isinstance(x, numbers.Real) or _is_bool(x):
+        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a float")
+    value = float(x)
+    if not math.isfinite(value):
+        raise ShapeError(f"{name}={value} must be finite")
+    return value
+
+
+def _positive(name: str, x: Any) -> float:
+    value = _real(name, x)
+    if value <= 0:
+        raise ShapeError(f"{name}={value} must be greater than 0; None means that it is not used")
+    return value
+
+
+def _aligned16(*views: Shaped) -> bool:
+    """Whether every row of every view starts at a multiple of 16 bytes, so that kernels may load 16 at a time."""
+    return all(
+        view.ptr % 16 == 0
+        and all(s * ITEMSIZE[view.dtype] % 16 == 0 or n == 1 for n, s in zip(view.shape[:-1], view.strides, strict=False))
+        for view in views
+    )
