@@ -26,7 +26,7 @@ _log = logging.getLogger("cupyflash")
 
 # Scores in one tile, and keys in it at most. Measured in bench/NOTES.md.
 _TILE = 1 << 17
-_BLOCK_N = 512
+_BLOCK_N = 256
 
 
 def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None:

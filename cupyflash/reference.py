@@ -2,7 +2,7 @@
 
 For each batch, head and query row it gathers the keys that this row sees, and works on those alone: what lies in a key that nobody may
 see, NaN or inf, cannot reach a result because it is never read. It shares no line with the kernels or with the host path, since a shared
-mistake would hide itself, and it is slow on purpose (tens of microseconds a row): it has no blocks, no online softmax, nothing to get wrong.
+mistake would hide itself. It is slow (tens of microseconds a row) and does without blocks, online softmax or clever broadcasting.
 
 Which keys a row sees, with a length that differs (o: seen). The diagonal of `causal`, `window_size` and ALiBi is j = i + offset; by default
 it ends in the bottom right corner, offset = used_k - used_q::
@@ -19,7 +19,7 @@ it ends in the bottom right corner, offset = used_k - used_q::
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,10 +40,6 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-@overload
-def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, /, *, return_lse: Literal[False] = False, **options: Any) -> Array: ...
-@overload
-def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, /, *, return_lse: Literal[True], **options: Any) -> tuple[Array, Array]: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -69,33 +65,37 @@ def attention(
     -> softmax -> `@ v`. Standard attention is arXiv 1706.03762 eq. 1; soft caps are arXiv 2408.00118 section 2, ALiBi arXiv 2108.12409,
     shared key heads (GQA) arXiv 2305.13245.
 
-    Args:
-        q: (B, Sq, Hq, D), anything `np.asarray` takes; like all inputs cast to float64.
-        k: (B, Sk, Hkv, D); query head h reads key head h // (Hq / Hkv).
-        v: (B, Sk, Hkv, Dv).
-        causal: False, True (the same as "bottom_right") or "top_left": key j is seen when j <= i + offset, with
-            offset = used_k - used_q of that sequence, or 0 for "top_left".
-        window_size: (left, right), inclusive distances around j = i + offset; None or -1 is unlimited. With causal, right becomes
-            min(right, 0).
-        softmax_scale: 1 / sqrt(D) if None.
-        softcap: s becomes softcap * tanh(s / softcap).
-        bias: broadcastable to (B, Hq, Sq, Sk) in any layout, added in natural units. -inf gives a key the weight 0.
-        mask: bool, broadcastable to (B, Hq, Sq, Sk) in any layout, True where a query may see a key.
-        alibi_slopes: (Hq,) or (B, Hq): -slope * abs(i + offset - j) is added.
-        sink: (Hq,): one more key with this logit (neither scaled nor capped) and value zero.
-        seqused_q: (B,) int: rows from here on give out 0 and LSE -inf. Clamped to [0, Sq].
-        seqused_k: (B,) int: keys from here on are seen by nobody. Clamped to [0, Sk].
-        layout: "bshd", "bhsd" or "sbhd": the axis order of q, k, v and out. 3-D inputs lack the "b" and are one batch.
-        return_lse: return the log-sum-exp too.
+    Parameters
+    ----------
+    q : (B, Sq, Hq, D), anything that `np.asarray` takes; like every input cast to float64.
+    k, v : (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv); query head h reads key head h // (Hq // Hkv).
+    causal : False, True (which is "bottom_right") or "top_left": key j is seen where ``j <= i + offset``, with
+        offset = used_k - used_q of that sequence, or 0 for "top_left".
+    window_size : (left, right), inclusive distances from ``j = i + offset``; None or -1 is unlimited. With causal, right is at most 0.
+    softmax_scale : default 1 / sqrt(D).
+    softcap : c > 0 bounds scores to (-c, c) by ``s = c * tanh(s / c)``.
+    bias : broadcastable to (B, Hq, Sq, Sk) in every layout; added. -inf gives its key the weight 0, but does not hide a NaN in it.
+    mask : bool, broadcastable to (B, Hq, Sq, Sk) in every layout; True where a query may see a key.
+    alibi_slopes : (Hq,) or (B, Hq): adds ``-slope * abs(i + offset - j)``.
+    sink : (Hq,): one more key with this logit, not scaled or capped, and value zero.
+    seqused_q, seqused_k : (B,), int: rows and keys in use, clamped to [0, Sq] and [0, Sk].
+    layout : axis order of q, k, v and out: "bshd", "bhsd" or "sbhd". 3-D inputs, without B, are one batch.
+    return_lse : also return the natural log of each row's softmax denominator, sink included.
 
-    Returns:
-        out (B, Sq, Hq, Dv) in the layout of the call, or (out, lse) with the natural logarithm of the sum of exp(s), sink included,
-        as (B, Hq, Sq) in any layout; for 3-D inputs without the batch axis. A row that sees no key (or only scores of -inf) has out 0
-        and lse -inf, with a sink out 0 and lse = sink.
+    Returns
+    -------
+    out : (B, Sq, Hq, Dv) in the layout of the call, float64. Or, with return_lse, (out, lse) : lse is (B, Hq, Sq), (Hq, Sq) for 3-D
+        inputs, in every layout, float64.
 
-    Raises:
-        ValueError: shapes that do not fit, an unknown layout, a window below -1, a mask that is not bool.
+    A row that sees no key, or only scores of -inf, has out 0 and lse -inf; with a sink out 0 and lse = sink. Rows past seqused_q have
+    out 0 and lse -inf.
 
+    Raises
+    ------
+    ValueError : shapes that do not fit, an unknown layout or causal, a window distance below -1, a mask that is not bool.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> from cupyflash import reference
     >>> q, k = np.zeros((1, 2, 1, 4)), np.zeros((1, 3, 1, 4))  # all scores equal: each row is the mean of the values it sees
@@ -106,22 +106,7 @@ def attention(
     >>> np.exp(lse).round(12)
     array([[[2., 3.]]])
     """
-    problem = _Problem(
-        q,
-        k,
-        v,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        bias=bias,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        layout=layout,
-    )
+    problem = _Problem(q, k, v, causal, window_size, softmax_scale, softcap, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, layout)
     batch, heads, rows, _ = problem.q.shape
     out = np.zeros((batch, heads, rows, problem.v.shape[-1]))
     lse = np.full((batch, heads, rows), -np.inf)
@@ -159,20 +144,25 @@ def attention_backward(
     With p_j = exp(s_j - lse) and out = sum_j p_j v_j, a row has ds_j = p_j * (dout . v_j - dout . out + dlse); a sink is a key with v = 0
     (arXiv 2205.14135 appendix B.2, and there is one term more when the LSE itself is used).
 
-    Args:
-        dout: the shape and layout of `attention`'s out.
-        q, k, v: as in `attention`.
-        dlse: the gradient that arrives through the LSE, in the shape of `attention`'s lse; zero if None.
-        causal, window_size, softmax_scale, softcap, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, layout: as in `attention`.
+    Parameters
+    ----------
+    dout : gradient of out, in its shape and layout.
+    q, k, v and the options from causal to layout : as given to `attention`.
+    dlse : gradient that arrives through the LSE, in the shape of lse; default 0.
 
-    Returns:
-        Gradients(dq, dk, dv, dbias, dalibi_slopes, dsink), each in the shape of its input: dk and dv are summed over the query heads of
-        a group, dbias and dalibi_slopes over the axes that were broadcast. What belongs to no visible pair is exactly 0, and rows whose
-        LSE is -inf contribute exactly 0, whatever dout and dlse hold there.
+    Returns
+    -------
+    Gradients(dq, dk, dv, dbias, dalibi_slopes, dsink) : each in the shape of its input, float64; None for options not given. dk and dv
+        are summed over the query heads of a group, dbias and dalibi_slopes over the axes along which they were broadcast.
 
-    Raises:
-        ValueError: as `attention`.
+    A row with lse -inf contributes exactly 0, whatever dout and dlse hold there; what no row sees has gradients of exactly 0.
 
+    Raises
+    ------
+    ValueError : as `attention`.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> from cupyflash import reference
     >>> q, k, v = np.zeros((1, 2, 1, 4)), np.zeros((1, 3, 1, 4)), np.zeros((1, 3, 1, 1))
@@ -182,25 +172,10 @@ def attention_backward(
     >>> grads.dsink is None
     True
     """
-    problem = _Problem(
-        q,
-        k,
-        v,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        bias=bias,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        layout=layout,
-    )
+    problem = _Problem(q, k, v, causal, window_size, softmax_scale, softcap, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, layout)
     batch, heads, rows, _ = problem.q.shape
     gout = problem.to_bhsd("dout", dout)
-    _expect("dout", gout.shape, (batch, heads, rows, problem.v.shape[-1]))
+    _expect("dout, as (B, H, S, D),", gout.shape, (batch, heads, rows, problem.v.shape[-1]))
     glse = np.zeros((batch, heads, rows)) if dlse is None else np.asarray(dlse, np.float64)
     if dlse is not None and problem.unbatched:
         glse = glse[None]
@@ -254,7 +229,6 @@ class _Problem:
         q: ArrayLike,
         k: ArrayLike,
         v: ArrayLike,
-        *,
         causal: bool | str,
         window_size: tuple[int | None, int | None] | None,
         softmax_scale: float | None,
@@ -276,8 +250,8 @@ class _Problem:
         self.layout, self.unbatched = layout, np.ndim(q) == 3
         self.q, self.k, self.v = self.to_bhsd("q", q), self.to_bhsd("k", k), self.to_bhsd("v", v)
         (batch, heads_q, rows, dim), (_, heads_kv, keys, _) = self.q.shape, self.k.shape
-        _expect("k", self.k.shape, (batch, heads_kv, keys, dim))
-        _expect("v", self.v.shape, (batch, heads_kv, keys, self.v.shape[-1]))
+        _expect("k, as (B, H, S, D),", self.k.shape, (batch, heads_kv, keys, dim))
+        _expect("v, as (B, H, S, D),", self.v.shape, (batch, heads_kv, keys, self.v.shape[-1]))
         if dim == 0:
             raise ValueError("q has head_dim 0: it must be at least 1")
         if heads_q % heads_kv if heads_kv else heads_q:
@@ -298,27 +272,29 @@ class _Problem:
         self.mask = None if mask is None else np.broadcast_to(np.asarray(mask), scores)
         if self.mask is not None and self.mask.dtype != np.bool_:
             raise ValueError(f"mask is {self.mask.dtype}: it must be bool, True where a query may see a key; for numbers use bias")
-        self.slopes = np.zeros(0) if alibi_slopes is None else np.asarray(alibi_slopes, np.float64)
         self.sink = np.full(heads_q, -np.inf) if sink is None else np.asarray(sink, np.float64)
         _expect("sink", self.sink.shape, (heads_q,))
-        self.slopes = np.zeros(heads_q) if alibi_slopes is None else np.asarray(alibi_slopes, np.float64)
-        if self.slopes.shape not in ((heads_q,), (batch, heads_q)):
-            raise ValueError(f"alibi_slopes has shape {self.slopes.shape}: it must be {(heads_q,)} or {(batch, heads_q)}")
-        self.slopes = np.broadcast_to(self.slopes, (batch, heads_q))
+        slopes = np.zeros(heads_q) if alibi_slopes is None else np.asarray(alibi_slopes, np.float64)
+        if slopes.shape not in ((heads_q,), (batch, heads_q)):
+            raise ValueError(f"alibi_slopes has shape {slopes.shape}: it must be {(heads_q,)} or {(batch, heads_q)}")
+        self.slopes = np.broadcast_to(slopes, (batch, heads_q))
 
     def to_bhsd(self, name: str, array: ArrayLike) -> Array:
         """The caller's array as (batch, head, sequence, dim)."""
-        x = np.asarray(array, np.float64)
+        x: Array = np.asarray(array, np.float64)
         if x.ndim != 4 - self.unbatched:
             raise ValueError(f"{name} has shape {x.shape}: q, k, v and dout must all have 4 dimensions, or all 3 (one batch)")
         if self.unbatched:
             x = np.expand_dims(x, self.layout.index("b"))
-        return x.transpose([self.layout.index(axis) for axis in "bhsd"])
+        x = x.transpose([self.layout.index(axis) for axis in "bhsd"])
+        return x
 
     def to_caller(self, x: Array) -> Array:
         """The way back of `to_bhsd`."""
         x = x.transpose(["bhsd".index(axis) for axis in self.layout])
-        return x.squeeze(self.layout.index("b")) if self.unbatched else x
+        if self.unbatched:
+            x = x.squeeze(self.layout.index("b"))
+        return x
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """(b, h, i) of every row within its used length."""
@@ -356,7 +332,7 @@ class _Problem:
 
 def _expect(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if shape != wanted:
-        raise ValueError(f"{name} has shape {shape} as (batch, head, ...): the other arguments need {wanted}")
+        raise ValueError(f"{name} has shape {shape}: with the other arguments it must be {wanted}")
 
 
 def _lengths(name: str, used: ArrayLike | None, batch: int, allocated: int) -> NDArray[np.int64]:
@@ -370,4 +346,5 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     """The transpose of `np.broadcast_to`: sums x over the axes along which `shape` was broadcast."""
     new = x.ndim - len(shape)
     axes = (*range(new), *(new + axis for axis, length in enumerate(shape) if length == 1))
-    return x.sum(axis=axes, keepdims=True).reshape(shape)
+    summed: Array = x.sum(axis=axes, keepdims=True)
+    return summed.reshape(shape)

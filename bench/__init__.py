@@ -1,0 +1,1 @@
+"""cupyflash-bench: what this machine's attention costs, whether it is right, and what is missing for more."""

@@ -1,0 +1,232 @@
+"""Case: one attention to time or to check, and the named suites; shapes appear nowhere else in the bench."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}  # name -> what the tables print
+EXTRAS = ("alibi", "bias", "mask", "sink", "seqused")
+
+
+class Inputs(NamedTuple):
+    """The arrays of a case, in host memory; `options` are the keywords that attention() takes."""
+
+    q: Array
+    k: Array
+    v: Array
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one attention. `extras` names the options that are arrays (of EXTRAS); `inputs` makes them."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    causal: bool = False
+    window_size: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    extras: tuple[str, ...] = ()
+    return_lse: bool = False
+
+    @property
+    def mode(self) -> str:
+        """One query token against a cache reads K and V once and is limited by bytes; everything else by FLOPs."""
+        return "decode" if self.seqlen_q == 1 else "fwd"
+
+    @cached_property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that causal and window leave, of one head: counted row by row, not S²/2. `extras` do not count."""
+        diagonal = np.arange(self.seqlen_q, dtype=np.int64) + (self.seqlen_k - self.seqlen_q)
+        left, right = self.window_size or (None, None)
+        if self.causal:
+            right = 0 if right is None or right < 0 else min(right, 0)
+        first = np.zeros_like(diagonal) if left is None or left < 0 else np.maximum(diagonal - left, 0)
+        last = np.full_like(diagonal, self.seqlen_k - 1) if right is None or right < 0 else np.minimum(diagonal + right, self.seqlen_k - 1)
+        return int(np.maximum(last - first + 1, 0).sum())
+
+    @property
+    def flops(self) -> int:
+        """2 D for the score and 2 Dv for the sum, of each visible pair of each query head (softmax itself is not counted)."""
+        return 2 * (self.head_dim + self.head_dim_v) * self.visible_pairs * self.batch * self.num_heads_q
+
+    @property
+    def num_bytes(self) -> int:
+        """q, k, v and out, each once: the least that any implementation moves."""
+        rows_q = self.batch * self.seqlen_q * self.num_heads_q
+        rows_k = self.batch * self.seqlen_k * self.num_heads_kv
+        return (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * numpy_dtype(self.dtype).itemsize
+
+    @property
+    def score_bytes(self) -> int:
+        """What the three-step formula holds at its peak: every score of every head, in float32 or wider."""
+        itemsize = max(4, numpy_dtype(self.dtype).itemsize)
+        return self.batch * self.num_heads_q * self.seqlen_q * self.seqlen_k * itemsize
+
+    @property
+    def label(self) -> str:
+        """The case in one short line, as tables and failures print it."""
+        heads = f"H {self.num_heads_q}" + (f"/{self.num_heads_kv}" if self.num_heads_kv != self.num_heads_q else "")
+        dim = f"D {self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        seqlen = short(self.seqlen_q) + (f"x{short(self.seqlen_k)}" if self.seqlen_k != self.seqlen_q else "")
+        words = [f"{DTYPES[self.dtype]} B {self.batch} S {seqlen} {heads} {dim}"]
+        words += ["causal"] * self.causal
+        if self.window_size is not None:
+            words.append("window {},{}".format(*("-" if side is None else side for side in self.window_size)))
+        if self.softmax_scale is not None:
+            words.append(f"scale {self.softmax_scale:g}")
+        if self.softcap is not None:
+            words.append(f"softcap {self.softcap:g}")
+        return " ".join((*words, *self.extras))
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Normal q, k, v and the arrays of `extras`, the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        dtype = numpy_dtype(self.dtype)
+        B, Sq, Sk, Hq, Hkv = self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv
+
+        def normal(*shape: int) -> Array:
+            return rng.standard_normal(shape, dtype=np.float32).astype(dtype, copy=False)
+
+        q, k, v = normal(B, Sq, Hq, self.head_dim), normal(B, Sk, Hkv, self.head_dim), normal(B, Sk, Hkv, self.head_dim_v)
+        plain = {
+            "window_size": self.window_size,
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "return_lse": self.return_lse or None,
+        }
+        options: dict[str, Any] = {"causal": self.causal, **{name: value for name, value in plain.items() if value is not None}}
+        if "alibi" in self.extras:  # the paper's slopes: 2^(-8/H), 2^(-16/H), ...
+            options["alibi_slopes"] = np.exp2(-8.0 / Hq * np.arange(1, Hq + 1)).astype(np.float32)
+        if "bias" in self.extras:
+            options["bias"] = normal(1, Hq, Sq, Sk)
+        if "mask" in self.extras:  # two of three keys; one row of each batch element sees none
+            options["mask"] = rng.random((B, 1, Sq, Sk)) < 2 / 3
+            options["mask"][:, :, Sq // 2] = False
+        if "sink" in self.extras:
+            options["sink"] = rng.standard_normal(Hq, dtype=np.float32)
+        if "seqused" in self.extras:  # all of the first, nothing of the last, something of those between
+            options["seqused_q"] = np.linspace(Sq, 0, B).astype(np.int32)
+            options["seqused_k"] = np.linspace(Sk, 0, B).astype(np.int32)
+        return Inputs(q, k, v, options)
+
+
+def short(size: int) -> str:
+    """1536 -> "1536", 4096 -> "4k": what `--seqlen` takes, too."""
+    return f"{size // 1024}k" if size and size % 1024 == 0 else str(size)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of that name; bfloat16 is ml_dtypes' (ImportError where that is not installed)."""
+    return np.dtype(importlib.import_module("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+
+
+def available_dtypes() -> tuple[str, ...]:
+    return tuple(name for name in DTYPES if name != "bfloat16" or importlib.util.find_spec("ml_dtypes"))
+
+
+_TOUR = Case(batch=1, seqlen_q=1024, seqlen_k=1024, num_heads_q=8, num_heads_kv=8, head_dim=64, head_dim_v=64, dtype="float32")
+
+
+def tour_suite() -> tuple[Case, ...]:
+    """Prefill short and long, all keys and causal, grouped heads, and a decode step: about 10 s on two cores, 60 GFLOP in all."""
+    return (
+        replace(_TOUR, seqlen_q=512, seqlen_k=512),
+        replace(_TOUR, causal=True),
+        replace(_TOUR, num_heads_q=4, num_heads_kv=1, seqlen_q=2048, seqlen_k=2048, head_dim=128, head_dim_v=128, causal=True),
+        replace(_TOUR, num_heads_q=4, num_heads_kv=4, seqlen_q=4096, seqlen_k=4096),
+        replace(_TOUR, num_heads_q=4, num_heads_kv=4, seqlen_q=4096, seqlen_k=4096, causal=True),
+        replace(_TOUR, batch=4, num_heads_kv=2, seqlen_q=1, seqlen_k=8192, head_dim=128, head_dim_v=128),
+    )
+
+
+_CHECK = Case(1, 67, 67, 2, 2, 64, 64, "float32", return_lse=True)
+
+
+def check_suite(*, full: bool = False) -> dict[str, tuple[Case, ...]]:
+    """Every option alone and the pairs that have broken other libraries, in each dtype, by group; `full` adds long and random ones."""
+    groups = {**_check_groups(), **(_long_groups() if full else {})}
+    suite = {name: tuple(replace(case, dtype=dtype) for dtype in available_dtypes() for case in cases) for name, cases in groups.items()}
+    return {**suite, "at random": tuple(_random_cases(400))} if full else suite
+
+
+def _check_groups() -> dict[str, list[Case]]:
+    def each(field: str, *values: Any, **changes: Any) -> list[Case]:
+        """One case for each value; seqlen, heads and dim stand for their pairs of fields."""
+        pairs = {"seqlen": ("seqlen_q", "seqlen_k"), "heads": ("num_heads_q", "num_heads_kv"), "dim": ("head_dim", "head_dim_v")}
+        cases = []
+        for value in values:
+            fields: dict[str, Any] = {}
+            for name, chosen in {**changes, field: value}.items():
+                fields.update(zip(pairs[name], chosen, strict=True) if name in pairs else {name: chosen})
+            cases.append(replace(_CHECK, **fields))
+        return cases
+
+    more_keys, more_queries = (66, 130), (130, 66)
+    return {
+        # Around a tile's edge, one key, no key at all, one query against many keys (decode).
+        "lengths": each("seqlen", (67, 67), (1, 1), (127, 129), (128, 128), (257, 1), (1, 1000), (64, 0), (301, 293)),
+        # The diagonal ends bottom right; with more queries than keys the first rows see nothing.
+        "causal": each("seqlen", (67, 67), (128, 128), (1, 300), (5, 2), more_keys, more_queries, causal=True),
+        "head dims": each("dim", (1, 1), (7, 7), (40, 40), (80, 80), (128, 128), (192, 128), (256, 256), (64, 17), causal=True),
+        "grouped heads": each("heads", (8, 2), (6, 1), (6, 3), causal=True) + each("heads", (8, 2), (6, 1), seqlen=(1, 300), batch=2),
+        "window": each("window_size", (16, 0), (0, 0), (None, 8), (20, None), (5, 3), seqlen=more_keys)
+        + each("window_size", (16, 0), (5, 3), (20, None), seqlen=more_queries, causal=True)
+        + each("window_size", (32, 64), seqlen=(129, 32)),  # rows whose window holds no key
+        # Scores of size 30 under a cap of 15; of size 1000 without one: the maximum must be taken off before exp.
+        "scale, softcap": each("causal", False, True, softcap=15.0, softmax_scale=4.0) + each("softmax_scale", 0.3, 4.0, 125.0),
+        **{extra: each("causal", False, True, extras=(extra,), batch=3, seqlen=(66, 75), heads=(4, 2)) for extra in EXTRAS},
+        "together": each("extras", ("sink",), ("bias", "mask"), causal=True, seqlen=more_queries)  # rows that see the sink alone
+        + each("extras", ("alibi", "seqused"), EXTRAS, batch=3, causal=True, seqlen=more_keys, window_size=(50, None), softcap=20.0),
+    }
+
+
+def _long_groups() -> dict[str, list[Case]]:
+    long, lengths = replace(_CHECK, num_heads_kv=1), ((2048, 2048), (1, 65536), (1000, 4099))
+    return {"long": [replace(long, seqlen_q=q, seqlen_k=k, causal=causal) for q, k in lengths for causal in (False, True)]}
+
+
+def _random_cases(count: int) -> list[Case]:
+    """Shapes and options drawn at random with a fixed seed: combinations that nobody thought of, the same on each machine."""
+    rng = np.random.default_rng(2026)
+
+    def one_of(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    cases = []
+    for _ in range(count):
+        group, heads_kv, dim = one_of(1, 1, 2, 4), one_of(1, 2, 3), int(rng.integers(1, 161))
+        cases.append(
+            Case(
+                batch=one_of(1, 2, 3),
+                seqlen_q=int(rng.integers(1, 200)),
+                seqlen_k=int(rng.integers(0, 300)),
+                num_heads_q=group * heads_kv,
+                num_heads_kv=heads_kv,
+                head_dim=dim,
+                head_dim_v=one_of(dim, dim, int(rng.integers(1, 161))),
+                dtype=one_of(*available_dtypes()),
+                causal=one_of(False, True),
+                window_size=one_of(None, None, (int(rng.integers(0, 100)), None), (int(rng.integers(0, 100)), int(rng.integers(0, 100)))),
+                softcap=one_of(None, None, None, 15.0),
+                extras=tuple(extra for extra in EXTRAS if rng.random() < 0.2),
+                return_lse=True,
+            )
+        )
+    return cases

