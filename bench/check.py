@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +45,12 @@ def run(case: Case) -> Verdict:
     except NotImplementedError as error:
         return Verdict(0.0, LIMITS[case.dtype], note=f"not supported: {error}", skipped=True)
     except Exception as error:  # whatever the library throws at a valid call is a finding, and the other cases still run
-        return Verdict(float("inf"), LIMITS[case.dtype], note=f"{type(error).__name__}: {error}")
+        return failure(case, error)
     return judge(case, inputs, result.out, result.lse)
+
+
+def failure(case: Case, error: Exception) -> Verdict:
+    return Verdict(math.inf, LIMITS[case.dtype], note=f"{type(error).__name__}: {error}")
 
 
 def judge(case: Case, inputs: Inputs, out: Array, lse: Array | None = None) -> Verdict:
@@ -94,8 +99,8 @@ def _worst(actual: Any, expected: Array, scale: Array) -> float:
     """max |actual - expected| / scale; infinite where shapes differ or where NaN, inf or -inf are not in the same places."""
     actual = np.asarray(actual).astype(np.float64)
     if actual.shape != expected.shape:
-        return float("inf")
+        return math.inf
     finite = np.isfinite(expected)
     if not np.array_equal(actual[~finite], expected[~finite], equal_nan=True) or not np.isfinite(actual[finite]).all():
-        return float("inf")
+        return math.inf
     return float((np.abs(actual - np.where(finite, expected, 0))[finite] / scale[finite]).max(initial=0.0))

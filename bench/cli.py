@@ -88,7 +88,7 @@ class Commands(click.Group):
             sys.exit(super().main(args, *rest, **{**options, "standalone_mode": False}) or GOOD)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "cupyflash-bench"
-            message = " ".join(error.format_message().split())
+            message = " ".join(error.format_message().split()).rstrip(".")
             click.echo(f"{command}: {message} (see {command} --help)", err=True)
             sys.exit(USAGE)
         except cupyflash.SetupError as error:
@@ -140,6 +140,7 @@ def tour(json_file: str | None) -> int:
         report = open_report(json_file, stack)
         has_gpu = report.introduce(environment())
         outcomes = run_timings(report, tour_suite(), PEERS, min_s=0.3, deadline=deadline)
+        report.memory_lesson(outcomes)
         report.next_steps(
             ("check", "is every option right on this machine?"),
             ("fwd --seqlen 1k:4k:x2 --heads 8/2 --causal", "the same for your shapes"),
@@ -235,7 +236,7 @@ def doctor() -> int:
 
 def run_timings(
     report: Report, cases: Sequence[Case], peers: Sequence[Peer], *, min_s: float, deadline: float | None = None
-) -> list[Outcome]:
+) -> list[tuple[Case, list[Outcome]]]:
     """Time the cases; print and record each as it is done."""
     ceilings = host_ceilings()
     report.start_timings(ceilings)
@@ -252,11 +253,11 @@ def run_timings(
                 found = [Outcome(peer.name, why_not=LATE) for peer in peers]
             report.timings(case, found)
             report.done_one()
-            outcomes += found
+            outcomes.append((case, found))
     report.explain_columns()
     return outcomes
 
 
-def exit_code(outcomes: list[Outcome]) -> int:
+def exit_code(outcomes: list[tuple[Case, list[Outcome]]]) -> int:
     """A wrong result is a failed check; a peer that could not run is not."""
-    return FAILED if any(outcome.verdict and not outcome.verdict.ok for outcome in outcomes) else GOOD
+    return FAILED if any(outcome.verdict and not outcome.verdict.ok for _, found in outcomes for outcome in found) else GOOD

@@ -37,6 +37,7 @@ def environment() -> dict[str, Any]:
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
         **found,
+        "cache_dir": home_as_tilde(found["cache_dir"]),
         "driver": found["driver"] or driver.cuda,
         "devices": [gpu._asdict() for gpu in driver.gpus],
         "blas": blas(),

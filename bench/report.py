@@ -8,14 +8,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from .cases import DTYPES, Case
+from .cases import DTYPES, Case, short
 from .check import LIMITS, Verdict
 from .machine import Diagnosis
 from .peers import Outcome
@@ -70,17 +70,20 @@ def outcome_record(case: Case, outcome: Outcome) -> dict[str, Any]:
         "first_call_ms": outcome.first_ms,
         "rounds": outcome.timing.rounds if outcome.timing else 0,
         "peak_bytes": outcome.peak_bytes,
-        "error": verdict.error if verdict else None,
+        "error": finite(verdict.error) if verdict else None,
         "limit": verdict.limit if verdict else None,
         "not_timed": outcome.why_not or (str(verdict) if verdict and not verdict.ok else None),
     }
 
 
 def check_record(group: str, case: Case, verdict: Verdict) -> dict[str, Any]:
-    # Strict JSON has no infinity: where shapes or NaN differ, the error is null and ok is false.
-    error = verdict.error if math.isfinite(verdict.error) else None
-    fields = {**asdict(case), "group": group, "error": error, "limit": verdict.limit, "lse_error": verdict.lse_error}
-    return {"record": "check", **fields, "ok": verdict.ok, "skipped": verdict.skipped, "note": verdict.note}
+    errors = {"error": finite(verdict.error), "limit": verdict.limit, "lse_error": finite(verdict.lse_error)}
+    return {"record": "check", "group": group, **asdict(case), **errors, "ok": verdict.ok, "skipped": verdict.skipped, "note": verdict.note}
+
+
+def finite(error: float | None) -> float | None:
+    """Strict JSON has no infinity: an error without bound (other shape, NaN elsewhere, an exception) is null, and the record says so."""
+    return error if error is not None and math.isfinite(error) else None
 
 
 def timed(outcome: Outcome) -> Any:
@@ -196,6 +199,15 @@ class Report:
             f"speed   against the fastest other; ~: spread of ms above {NOISE:.0%}",
         ):
             self.say(f"  {line}", "dim")
+
+    def memory_lesson(self, timed_cases: list[tuple[Case, list[Outcome]]]) -> None:
+        """The table's point in a sentence: what the largest case held in tiles and as whole scores, and where that leads."""
+        case, outcomes = max(timed_cases, key=lambda item: item[0].score_bytes)
+        held = {outcome.peer: outcome.peak_bytes for outcome in outcomes if outcome.peak_bytes}
+        if {"cupyflash", "standard"} <= held.keys():
+            seqlen, tiled, whole = short(case.seqlen_q), si(held["cupyflash"], "B"), si(held["standard"], "B")
+            at_64k = si(replace(case, seqlen_q=1 << 16, seqlen_k=1 << 16).score_bytes, "B")
+            self.say(f"\nWith {seqlen} tokens the formula holds {whole}, the tiles {tiled}. With 64k its scores alone take {at_64k}.")
 
     def next_steps(self, *steps: tuple[str, str]) -> None:
         self.say("\nNext", "bold")

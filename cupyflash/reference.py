@@ -281,20 +281,17 @@ class _Problem:
 
     def to_bhsd(self, name: str, array: ArrayLike) -> Array:
         """The caller's array as (batch, head, sequence, dim)."""
-        x: Array = np.asarray(array, np.float64)
+        x = np.asarray(array, np.float64)
         if x.ndim != 4 - self.unbatched:
             raise ValueError(f"{name} has shape {x.shape}: q, k, v and dout must all have 4 dimensions, or all 3 (one batch)")
         if self.unbatched:
             x = np.expand_dims(x, self.layout.index("b"))
-        x = x.transpose([self.layout.index(axis) for axis in "bhsd"])
-        return x
+        return np.transpose(x, [self.layout.index(axis) for axis in "bhsd"])
 
     def to_caller(self, x: Array) -> Array:
         """The way back of `to_bhsd`."""
-        x = x.transpose(["bhsd".index(axis) for axis in self.layout])
-        if self.unbatched:
-            x = x.squeeze(self.layout.index("b"))
-        return x
+        x = np.transpose(x, ["bhsd".index(axis) for axis in self.layout])
+        return np.squeeze(x, self.layout.index("b")) if self.unbatched else x
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """(b, h, i) of every row within its used length."""

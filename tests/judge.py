@@ -1,0 +1,138 @@
+"""The one comparison that all tests use: a result against float64, with a limit that the tested dtype sets itself.
+
+A result passes where its largest error is at most twice that of the plain three-step formula computed in the same dtype (the rule of
+FlashAttention's own tests), and NaN, inf and -inf sit in the same places (FlashMLA's). No tolerance to tune: what cannot be computed
+better in float16 is not asked of float16. A fixed bound caps the limit, so that a poor formula cannot excuse a poor result.
+
+Nothing here imports the library under test, and `standard_attention` masks by grids where the library's reference loops over rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+Kind = Literal["out", "lse", "gradient"]
+
+# Largest difference from float64 that any result may have, absolute and relative at once: |error| <= bound * (1 + |expected|).
+BOUND = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5, "float64": 1e-12}
+
+# The formula is sometimes exact by luck (one key: out = v), so a result may always differ by this many eps of the largest value.
+FLOOR_EPS = 2.0
+
+
+def judge(actual: Any, expected: Any, standard: Any, *, dtype: Any, name: str, kind: Kind = "out") -> None:
+    """Raise AssertionError unless `actual` is as close to `expected` as attention in `dtype` can be.
+
+    actual, expected, standard: one shape. expected is float64 attention on the inputs as rounded to dtype; standard is the same
+    attention from `standard_attention(..., dtype=dtype)`. Where that overflows, only the fixed bound counts.
+    kind: an "out" row (last axis) that is expected to be all zero must be exactly zero: it saw no key. An "lse" is float32 for inputs
+    of 16 bits. A "gradient" has twice the fixed bound.
+    name: what is tested, such as the variant's name; it begins the message.
+    """
+    dtype = np.dtype(dtype)
+    got, want, plain = (np.asarray(x).astype(np.float64) for x in (actual, expected, standard))
+    assert got.shape == want.shape == plain.shape, f"{name}: {kind} has shape {got.shape}, expected {want.shape}, standard {plain.shape}"
+    same = (np.isnan(got) & np.isnan(want)) | (got == want)
+    finite = np.isfinite(want)
+    with np.errstate(invalid="ignore"):
+        error = np.abs(got - want)
+        standard_error = float(np.max(np.abs(plain - want), where=finite, initial=0.0))
+    size = np.abs(np.where(finite, want, 0))
+    if not np.isfinite(standard_error):
+        standard_error = np.inf
+
+    if kind == "lse":
+        eps, scale = np.finfo(dtype if dtype == np.float64 else np.float32).eps, 1 + size.max(initial=0)
+        cap = BOUND["float64"] * (1 + size) if dtype == np.float64 else 1e-4 + 2e-6 * size
+    else:
+        eps, scale = float(ml_dtypes.finfo(dtype).eps), size.max(initial=0)
+        cap = BOUND[dtype.name] * (1 + size) * (2 if kind == "gradient" else 1)
+    limit = np.minimum(2 * standard_error + FLOOR_EPS * eps * scale, cap)
+    if kind == "out":
+        limit = np.where((want == 0).all(axis=-1, keepdims=True), 0, limit)
+
+    wrong = ~same & ~(finite & (error <= limit))  # a NaN in `got` has error NaN, which is not <= anything
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise AssertionError(
+            f"{name}: {kind}{list(where)} is {got[where]!r}, expected {want[where]!r}: "
+            f"error {error[where]:.3g}, limit {limit[where]:.3g} ({dtype.name} formula {standard_error:.3g}); "
+            f"{np.count_nonzero(wrong)} of {wrong.size} wrong"
+        )
+
+
+def standard_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    dtype: Any,
+    causal: bool | str = False,
+    window_size: Any = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    layout: str = "bshd",
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of S = q k^T, P = softmax(S), out = P v, with S and P stored in `dtype` after every step as unfused operations would.
+
+    Each step is float32 arithmetic on values of `dtype` (float64 for float64), which is what 16-bit hardware does. Arguments and shapes
+    are those of the library's `attention`. Give it clean inputs: a NaN in a hidden key makes it NaN, and then only `BOUND` judges.
+    """
+    dtype = np.dtype(dtype)
+    work = np.float64 if dtype == np.float64 else np.float32
+
+    def stored(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(work)
+
+    def as_bhsd(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return np.einsum(f"{layout if x.ndim == 4 else layout.replace('b', '')}->{'bhsd' if x.ndim == 4 else 'hsd'}", stored(x))
+
+    unbatched = np.ndim(q) == 3
+    Q, K, V = (x[None] if unbatched else x for x in map(as_bhsd, (q, k, v)))
+    (B, Hq, Sq, D), (Hkv, Sk) = Q.shape, K.shape[1:3]
+    K, V = (np.repeat(x, Hq // Hkv if Hkv else 1, axis=1) for x in (K, V))
+
+    used_q = np.clip(np.full(B, Sq) if seqused_q is None else np.asarray(seqused_q), 0, Sq).astype(int).reshape(B, 1, 1, 1)
+    used_k = np.clip(np.full(B, Sk) if seqused_k is None else np.asarray(seqused_k), 0, Sk).astype(int).reshape(B, 1, 1, 1)
+    i, j = np.arange(Sq)[:, None], np.arange(Sk)
+    beyond = j - i - (0 if causal == "top_left" else used_k - used_q)  # how far right of the diagonal; (B, 1, Sq, Sk)
+    left, right = (None if w == -1 else w for w in (window_size or (None, None)))
+    visible = (i < used_q) & (j < used_k)
+    if causal:
+        visible = visible & (beyond <= 0)
+    if left is not None:
+        visible = visible & (beyond >= -left)
+    if right is not None:
+        visible = visible & (beyond <= right)
+    if mask is not None:
+        visible = visible & np.asarray(mask)
+
+    with np.errstate(all="ignore"):
+        S = stored(work(D**-0.5 if softmax_scale is None else softmax_scale) * (Q @ K.swapaxes(-1, -2)))
+        if softcap is not None:
+            S = stored(work(softcap) * np.tanh(S / work(softcap)))
+        if alibi_slopes is not None:
+            S = stored(S - np.asarray(alibi_slopes).astype(work).reshape(-1, Hq, 1, 1) * np.abs(beyond).astype(work))
+        if bias is not None:
+            S = stored(S + np.asarray(bias).astype(work))
+        S = np.where(visible, S, work(-np.inf))
+        extra = np.full(Hq, -np.inf) if sink is None else np.asarray(sink).astype(np.float64)
+        last = np.where(i < used_q, extra.reshape(Hq, 1, 1), -np.inf).astype(work)  # the sink's column, (B, Hq, Sq, 1)
+        top = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), last)
+        P = np.exp(S - np.where(top == -np.inf, 0, top))
+        total = P.sum(axis=-1, keepdims=True) + np.exp(last - np.where(top == -np.inf, 0, top))
+        out = stored(stored(P / np.where(total == 0, 1, total)) @ V)
+        lse = (top + np.log(total))[..., 0]
+    out = np.einsum(f"bhsd->{layout}", out)
+    return (out.squeeze(layout.index("b")), lse[0]) if unbatched else (out, lse)

@@ -1,0 +1,179 @@
+"""The planner and its tables, for every architecture, without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cupyflash
+from cupyflash import jit, params, plan, variants
+from cupyflash.arrays import ArrayView
+from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
+from cupyflash.problem import AttentionProblem, Operands
+from cupyflash.variants import FORWARD, FwdConfig, Variant
+
+
+def problem(**fields: Any) -> AttentionProblem:
+    base = {"dtype": "bfloat16", "out_dtype": fields.get("dtype", "bfloat16"), "batch": 2, "seqlen_q": 1000, "seqlen_k": 900}
+    base |= {"num_heads_q": 8, "num_heads_kv": 2, "head_dim": 128, "head_dim_v": 128, "softmax_scale": 0.1}
+    return AttentionProblem(**(base | fields))
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_supported_problem_has_a_row_that_fits_the_device(arch: str, dtype: str) -> None:
+    device = KNOWN[arch]
+    for d, dv in itertools.product((1, 8, 33, 64, 96, 128, 192, 256), repeat=2):
+        (step,) = plan.forward(problem(dtype=dtype, head_dim=d, head_dim_v=dv), device).steps
+        v = step.variant
+        assert v.family == ("fwd_sm80" if dtype in ("float16", "bfloat16") else "fwd_simple")
+        assert v.head_dim >= d
+        assert v.head_dim_v >= dv
+        assert v.smem_bytes <= device.smem_bytes
+        assert v.threads <= 1024
+        assert step.why
+
+
+@pytest.mark.parametrize("row", [r for r in FORWARD if isinstance(r.config, FwdConfig)], ids=lambda r: f"{r.head_dim}-{r.config.tile}")
+def test_accumulators_of_a_tiled_row_fit_the_registers(row: variants.Row) -> None:
+    """S and O of a warp's rows in float32, spread over 32 lanes, must leave room for P, addresses and fragments in 255 registers."""
+    c = row.config
+    assert isinstance(c, FwdConfig)
+    assert c.block_m % (16 * c.warps) == 0  # mma.sync m16n8k16
+    assert c.block_n % 16 == 0
+    rows = c.block_m // c.warps
+    assert rows * (c.block_n + row.head_dim) // 32 <= 192
+
+
+def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
+    def tile(d: int, arch: str) -> str:
+        return plan.forward(problem(head_dim=d, head_dim_v=d), KNOWN[arch]).steps[0].variant.name
+
+    assert tile(64, "80") == "fwd_sm80__bf16_d64__m128n64s2w4"
+    assert tile(33, "80") == "fwd_sm80__bf16_d48__m128n64s2w4"
+    assert tile(256, "90a") == "fwd_sm80__bf16_d256__m64n64s2w4"
+    assert tile(256, "86") == "fwd_sm80__bf16_d256__m64n32s2w4"
+
+
+def test_names_hold_the_flags_that_change_the_code() -> None:
+    p = problem(window_right=0, write_lse=True, sink="float32", softcap=3.0, bias="bfloat16", out_dtype="float32", aligned16=False)
+    name = plan.forward(p, KNOWN["80"]).steps[0].variant.name
+    assert name == "fwd_sm80__bf16_d128__m128n64s2w4__bias_causal_lse_outfloat32_sinkf32_softcap_unaligned"
+    assert "local" in plan.forward(problem(window_left=3), KNOWN["80"]).steps[0].variant.name
+    assert "d192v128" in plan.forward(problem(head_dim=192), KNOWN["80"]).steps[0].variant.name
+
+
+def test_run_time_numbers_do_not_change_the_variant() -> None:
+    def variant(**fields: Any) -> Variant:
+        return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant
+
+    assert variant() == variant(batch=7, seqlen_q=3, seqlen_k=9, num_heads_q=6, softmax_scale=1.0)
+    assert variant(softcap=2.0) == variant(softcap=50.0)
+    assert variant(window_left=2) == variant(window_left=30, window_right=4)
+
+
+def test_an_empty_problem_launches_nothing() -> None:
+    for axis in ("batch", "seqlen_q", "num_heads_q"):
+        assert plan.forward(problem(**{axis: 0}), KNOWN["90a"]).steps == ()
+    (step,) = plan.forward(problem(seqlen_k=0), KNOWN["90a"]).steps  # but zeros must be written
+    assert step.grid[0] > 0
+
+
+def test_the_grid_is_one_dimensional() -> None:
+    """KF-062: batch and heads past 65535."""
+    (step,) = plan.forward(problem(batch=65537, num_heads_q=3, num_heads_kv=3, seqlen_q=129), KNOWN["90a"]).steps
+    assert step.grid == (65537 * 3 * 2, 1, 1)
+
+
+def test_arguments_are_the_buffers_in_use() -> None:
+    assert plan.forward(problem(write_lse=True, mask=True), KNOWN["80"]).steps[0].args == ("q", "k", "v", "out", "lse", "mask")
+
+
+def test_host_is_a_device_like_another() -> None:
+    (step,) = plan.forward(problem(), HOST_SPEC).steps
+    assert step.variant.family == "host"
+    assert cupyflash.supports(head_dim=64, dtype="float64", mask=True, sink=True).reason.startswith("host__f64_d64__mask_sinkf32: ")
+
+
+def test_kf_131_a_device_without_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = DeviceSpec("80", 10, 16 << 10, 1 << 20)
+    assert plan.forward(problem(), small).steps[0].variant.family == "fwd_simple"
+    monkeypatch.setattr(plan, "FORWARD", tuple(r for r in FORWARD if r.family != "fwd_simple"))
+    with pytest.raises(cupyflash.UnsupportedError, match=r"bfloat16 with head_dim 128.*sm_80.*would need 98304 bytes.* a block has 16384"):
+        plan.forward(problem(seqlen_q=77), small)
+
+
+def test_an_old_gpu_gets_the_simple_kernel() -> None:
+    assert plan.forward(problem(), DeviceSpec("75", 40, 65_536, 4 << 20)).steps[0].variant.name == "fwd_simple__bf16_d128__w4"
+
+
+def test_supports_answers_with_the_reason_of_the_error() -> None:
+    answer = cupyflash.supports(head_dim=64, num_heads_q=6, num_heads_kv=4)
+    assert not answer
+    assert answer.reason == "k has 4 heads and q has 6: num_heads_q must be a multiple of num_heads_kv"
+    assert not cupyflash.supports(head_dim=64, dtype="int8")
+    assert not cupyflash.supports(head_dim=64, device="sm_90a")
+    assert "'host' or one of 'sm_80'" in cupyflash.supports(head_dim=64, device="tpu").reason
+    with pytest.raises(TypeError, match=r"supports\(\) has no argument 'is_causal'"):
+        cupyflash.supports(head_dim=64, is_causal=True)  # type: ignore[call-arg]
+
+
+def test_specs_are_what_the_architectures_have() -> None:
+    assert KNOWN["90a"].capability == 90
+    assert HOST_SPEC.capability == 0
+    assert all(dataclasses.is_dataclass(spec) and spec.arch == arch for arch, spec in KNOWN.items())
+
+
+# --- the parameter struct: two languages, one layout ----------------------------------------------------------------------------------
+
+
+def c_fields(text: str) -> list[tuple[str, str]]:
+    """(name, struct code) of each member of ForwardParams in params.cuh, in order."""
+    body = re.search(r"struct ForwardParams \{(.*?)\};", re.sub(r"//.*", "", text), re.S)
+    assert body is not None
+    codes = {"longlong": "q", "double": "d", "int": "i", "float": "f"}
+    fields = []
+    for declaration in filter(str.strip, body[1].split(";")):
+        kind, names = re.match(r"\s*((?:const\s+)?(?:unsigned char|long long|\w+)(?:\s*\*)?)\s+(.*)", declaration, re.S).groups()  # type: ignore[union-attr]
+        code = "Q" if "*" in kind else codes[kind.replace(" ", "")]
+        fields += [(name.strip(), code) for name in names.split(",")]
+    return fields
+
+
+def test_params_mirror_the_cuda_struct() -> None:
+    text = (jit.source_root() / "primitives" / "params.cuh").read_text()
+    assert c_fields(text) == list(params.FORWARD_FIELDS)
+    codes = "".join(code for _, code in params.FORWARD_FIELDS)
+    assert struct.calcsize("@" + codes) == params.FORWARD.size  # no padding between the fields, as a C compiler lays them out
+
+
+def test_a_packed_call_holds_each_value_under_its_name() -> None:
+    def fake(ptr: int, *strides: int) -> ArrayView:
+        return ArrayView(ptr, (1,) * len(strides), strides, "bfloat16", 0, "cupy", None)
+
+    operands = Operands(
+        fake(1, 10, 11, 12, 1), fake(2, 20, 21, 22, 1), fake(3, 30, 31, 32, 1), fake(4, 40, 41, 42, 1), mask=fake(7, 0, 0, 70, 71)
+    )
+    p = problem(window_right=0, softcap=2.0, mask=True)
+    buffer = bytearray(params.FORWARD.size)
+    params.pack_forward(buffer, p, operands, None)
+    packed = dict(zip((name for name, _ in params.FORWARD_FIELDS), params.FORWARD.unpack(buffer), strict=True))
+    assert (packed["q"], packed["k"], packed["v"], packed["out"], packed["lse"], packed["bias"], packed["mask"]) == (1, 2, 3, 4, 0, 0, 7)
+    assert [packed[f"{name}_stride_seq"] for name in ("q", "k", "v", "out")] == [11, 21, 31, 41]
+    assert [packed[f"mask_stride_{axis}"] for axis in ("batch", "head", "q", "k")] == [0, 0, 70, 71]
+    assert (packed["window_left"], packed["window_right"], packed["top_left"]) == (2**31 - 1, 0, 0)
+    assert (packed["seqlen_q"], packed["head_dim_v"], packed["softcap"]) == (1000, 128, 2.0)
+    assert packed["softmax_scale_log2"] == pytest.approx(0.1 * 1.4426950408889634)
+
+
+def test_sources_are_beside_the_package_or_in_it() -> None:
+    root = jit.source_root()
+    assert (root / "README.md").is_file()
+    assert root.name == "cuda_src"
+    assert Path(jit.__file__).parent in (root.parent, root.parent / "cupyflash")
