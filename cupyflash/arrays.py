@@ -68,7 +68,7 @@ def _find_reader(array: Any, name: str) -> Callable[[Any, str], ArrayView]:
     if hasattr(array, "__cuda_array_interface__"):
         return _view_cuda_interface
     raise ArgumentError(
-        f"{name} is a {kind.__module__}.{kind.__qualname__}: it must be a CuPy, PyTorch, JAX or NumPy array, or one that exports DLPack; "
+        f"{name} is a {kind.__module__}.{kind.__name__}: it must be a CuPy, PyTorch, JAX or NumPy array, or one that exports DLPack; "
         f"numpy.asarray({name}) makes one of lists and numbers"
     )
 
@@ -76,7 +76,7 @@ def _find_reader(array: Any, name: str) -> Callable[[Any, str], ArrayView]:
 def _exactly(kind: type, base: type, name: str, reader: Callable[[Any, str], ArrayView]) -> Callable[[Any, str], ArrayView]:
     """Subclasses change what an array means (a mask, units, a mode of recording), so none is taken for its base silently."""
     if kind is not base:
-        raise ArgumentError(f"{name} is a {kind.__qualname__}: subclasses of {base.__qualname__} are not supported, pass a plain one")
+        raise ArgumentError(f"{name} is a {kind.__name__}: subclasses of {base.__name__} are not supported, pass a plain one")
     return reader
 
 
@@ -267,7 +267,7 @@ def place(view: ArrayView) -> str:
 def check_out(name: str, array: Any, out: ArrayView, inputs: dict[str, ArrayView]) -> None:
     """`out=` can be written, has one place for each element, and shares none with another array of the call."""
     if out.owner is not array:
-        raise ArgumentError(f"{name} is a {type(array).__qualname__}: results are written into arrays of CuPy, torch and NumPy only")
+        raise ArgumentError(f"{name} is a {type(array).__name__}: results are written into arrays of CuPy, torch and NumPy only")
     if out.library == "jax":
         raise ArgumentError(f"{name}= is a JAX array: JAX arrays cannot be written, use the returned one")
     if out.library == "numpy" and not out.owner.flags.writeable:
@@ -389,7 +389,7 @@ def stream_handle(like: ArrayView, stream: Any = None) -> int:
         if hasattr(stream, "__cuda_stream__"):
             return int(stream.__cuda_stream__()[1])
         raise ArgumentError(
-            f"stream is a {type(stream).__qualname__}: it must be a stream of CuPy or torch, a handle, or have __cuda_stream__"
+            f"stream is a {type(stream).__name__}: it must be a stream of CuPy or torch, a handle, or have __cuda_stream__"
         )
     if like.library == "torch":
         torch = sys.modules["torch"]
