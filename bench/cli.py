@@ -190,7 +190,7 @@ def fwd(
 
 
 @main.command()
-@click.option("--full", is_flag=True, help="Add long sequences and 400 random cases: some minutes.")
+@click.option("--full", is_flag=True, help="Add long sequences and 400 random cases: half a minute.")
 @json_option
 def check(full: bool, json_file: str | None) -> int:
     """Compare every option with float64 on this machine; exit code 1 if anything is wrong."""
@@ -214,7 +214,7 @@ def check(full: bool, json_file: str | None) -> int:
         report.say()
         for case, verdict in wrong:
             report.say(f"FAIL {case.label}: {verdict}", "bold red")
-            report.say(f"     {case}", "dim")
+            report.say(f"     {case}", "dim", paste=True)
         for note in sorted({verdict.note for _, verdict in skipped}):
             report.say(f"skip {note}", "yellow")
         passed = total - len(wrong) - len(skipped)

@@ -97,13 +97,17 @@ def timed(outcome: Outcome) -> Any:
 
 def digits(value: float) -> str:
     """Three significant digits without an exponent: 0.0123, 1.23, 12.3, 123, 1234."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+    rounded = float(f"{value:.3g}")  # first, or 9.999 would become "10.00"
+    if rounded <= 0 or rounded >= 1000:
+        return f"{value:.0f}"
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(rounded)))}f}"
 
 
 def si(value: float, unit: str) -> str:
     """41_943_040 B -> "41.9 MB"."""
-    power = min(max(int(math.log10(value) // 3), 0), 4) if value > 0 else 0
-    return f"{digits(value / 1000**power)} {' kMGT'[power].strip()}{unit}"
+    rounded = float(f"{value:.3g}")
+    power = min(int(math.log10(rounded) // 3), 4) if rounded >= 1 else 0
+    return f"{digits(rounded / 1000**power)} {' kMGT'[power].strip()}{unit}"
 
 
 class Columns:
@@ -141,8 +145,14 @@ class Report:
             self.lines.write(json.dumps(fields, allow_nan=False) + "\n")
             self.lines.flush()
 
-    def say(self, text: str = "", style: str = "") -> None:
-        self.table.print(Text(text, style))
+    def say(self, text: str = "", style: str = "", *, paste: bool = False) -> None:
+        """A paragraph, broken at the terminal's width; what is there to `paste` stays whole, whatever the width."""
+        if paste:
+            self.table.print(Text(text, style), soft_wrap=True)
+            return
+        for line in Text(text, style).wrap(self.table, self.table.width):
+            line.rstrip()
+            self.table.print(line)
 
     @contextmanager
     def progress(self, total: int) -> Iterator[None]:
@@ -194,9 +204,10 @@ class Report:
         """What the numbers of the timing table mean, where they are read."""
         self.say()
         for line in (
-            "rate    FLOPs are 2 (D + Dv) a visible pair and head; decode: bytes of q, k, v, out",
+            "fwd     2 (D + Dv) FLOPs a visible pair and query head",
+            "decode  bytes of q, k, v and out, each once",
             "memory  the most that a call holds beyond its inputs",
-            f"speed   against the fastest other; ~: spread of ms above {NOISE:.0%}",
+            f"speed   against the fastest other; ~: spread above {NOISE:.0%}",
         ):
             self.say(f"  {line}", "dim")
 
@@ -281,11 +292,11 @@ class Report:
 
     def diagnosis(self, found: Diagnosis) -> None:
         for name, value in found.facts:
-            self.say(f"{name:<13}{value}")
+            self.say(f"{name:<13}{value}", paste=True)
         self.say()
         self.say(f"{'host path':<13}" + ("works (NumPy arrays and others in host memory)" if found.host.ok else f"WRONG: {found.host}"))
         self.say(f"{'gpu path':<13}" + ("nothing is missing" if not found.problems else "not ready"))
         for number, (why, way_out) in enumerate(found.problems, 1):
             self.say(f"\n{number}. {why}")
             for line in way_out.splitlines():
-                self.say(f"     {line}", "bold")
+                self.say(f"     {line}", "bold", paste=True)

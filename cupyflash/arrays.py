@@ -274,7 +274,7 @@ def check_out(name: str, array: Any, out: ArrayView, inputs: dict[str, ArrayView
         raise ShapeError(f"{name} is read-only: pass an array that can be written")
     if out.library == "torch" and out.owner.requires_grad:
         raise ArgumentError(f"{name} requires grad: pass a tensor that does not")
-    if any(s <= 0 and n > 1 for n, s in zip(out.shape, out.strides, strict=True)):
+    if 0 not in out.shape and any(s <= 0 and n > 1 for n, s in zip(out.shape, out.strides, strict=True)):
         raise ShapeError(f"{name} has strides {out.strides}: each must be positive, so that no two elements share a place")
     for other, view in inputs.items():
         if _overlap(out, view):

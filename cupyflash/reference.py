@@ -263,7 +263,7 @@ class _Problem:
         if min(self.left, self.right) < 0:
             raise ValueError(f"window_size is {window_size}: a distance is 0 or more, and only -1 or None is unlimited")
         if causal:
-            self.right = min(self.right, 0)
+            self.right = 0
         self.used_q, self.used_k = _lengths("seqused_q", seqused_q, batch, rows), _lengths("seqused_k", seqused_k, batch, keys)
         self.offset = np.zeros(batch, np.int64) if causal == "top_left" else self.used_k - self.used_q
 

@@ -73,6 +73,8 @@ def test_out_may_not_touch_an_input(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, expected)
     with pytest.raises(ShapeError, match="out has strides .*share"):
         cupyflash.attention(q, k, v, out=np.lib.stride_tricks.as_strided(expected.copy(), q.shape, (0, 128, 32, 4)))
+    empty = np.broadcast_to(np.zeros((), F32), (2, 0, 4, 6)).copy()  # no element, so none is shared, whatever the strides
+    arrays.check_out("out", empty, arrays.view(empty, "out")._replace(strides=(0, 0, 0, 0)), {})
     parts = rng.standard_normal((1, 3, 2, 8)).astype(F32), rng.standard_normal((1, 2, 3)).astype(F32)
     with pytest.raises(ShapeError, match=r"lse_out overlaps lses\[0\]"):
         cupyflash.merge_states([parts[0]], [parts[1]], lse_out=parts[1])
