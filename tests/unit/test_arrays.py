@@ -283,7 +283,7 @@ def test_torch_current_stream(monkeypatch: pytest.MonkeyPatch, raw: bool) -> Non
     assert arrays.stream_handle(view_of("torch", 2)) == 42
 
 
-# --- PyTorch and JAX, where installed 
+# --- PyTorch and JAX, where installed
 
 NO_TORCH = "PyTorch is not installed; pip install torch"
 NO_JAX = "JAX is not installed; pip install jax"
