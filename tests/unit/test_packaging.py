@@ -107,10 +107,9 @@ def test_editable_install(tmp_path):
 
 def editable_root() -> Path | None:
     """The checkout that `pip install -e` tied to this Python, as PEP 610 records it."""
-    try:
-        recorded = importlib.metadata.distribution("cupyflash").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    origin = json.loads(recorded or "{}")
-    editable = origin.get("dir_info", {}).get("editable", False)
-    return Path(url2pathname(urlparse(origin["url"]).path)).resolve() if editable else None
+    # All of that name: the checkout on the path holds an egg-info of its own, which knows nothing of the install.
+    for distribution in importlib.metadata.distributions(name="cupyflash"):
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
+            return Path(url2pathname(urlparse(origin["url"]).path)).resolve()
+    return None
