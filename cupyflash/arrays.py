@@ -388,9 +388,7 @@ def stream_handle(like: ArrayView, stream: Any = None) -> int:
                 return int(getattr(stream, attribute))
         if hasattr(stream, "__cuda_stream__"):
             return int(stream.__cuda_stream__()[1])
-        raise ArgumentError(
-            f"stream is a {type(stream).__name__}: it must be a stream of CuPy or torch, a handle, or have __cuda_stream__"
-        )
+        raise ArgumentError(f"stream is a {type(stream).__name__}: it must be a stream of CuPy or torch, a handle, or have __cuda_stream__")
     if like.library == "torch":
         torch = sys.modules["torch"]
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 0.1 us; torch.cuda.current_stream() 3.3

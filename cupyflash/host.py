@@ -1,7 +1,12 @@
 """Attention for arrays in host memory: FlashAttention's tiled online softmax (arXiv 2307.08691, algorithm 1) on NumPy and its BLAS.
 
-One tile of scores exists at a time, so extra memory does not grow with Sq x Sk, and a tile of 512 kB stays in a core's L2 where the
-three-step formula streams its whole score matrix through memory four times. Arithmetic is float32, float64 for float64 inputs.
+One tile of scores exists at a time in each thread, so extra memory does not grow with Sq x Sk, and a tile of 1 MB stays in a core's
+caches where the three-step formula streams its whole score matrix through memory four times. Arithmetic is float32, float64 for float64
+inputs.
+
+Threads take tiles, each with a BLAS of one thread: NumPy's own functions use one core only, and a BLAS that splits products of this size
+over its threads waits for the slowest of them 4000 times a call (17 times slower on a machine with other work). bench/NOTES.md has the
+numbers. Every element of the result is computed by one thread.
 
 A tile is `batch x kv heads x (group x query rows) x keys`: the query heads of a group share their keys, so they are rows of one matrix
 product, and short sequences put many heads into one tile, so NumPy's cost of about 1 us a call is spread.
@@ -14,7 +19,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,9 +31,11 @@ from cupyflash.problem import AttentionProblem, Operands
 Array = np.ndarray[Any, Any]
 _log = logging.getLogger("cupyflash")
 
-# Scores in one tile, and keys in it at most. Measured in bench/NOTES.md.
-_TILE = 1 << 17
+# Scores in one tile, and keys in it at most; measured in bench/NOTES.md. 16 threads of 1 MB tiles stay far below 64 MB.
+_TILE = 1 << 18
 _BLOCK_N = 256
+_MAX_THREADS = 16
+_SERIAL = 1 << 20  # below so many scores in all a call takes 2 ms or less, and starting threads is not worth it
 
 
 def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None:
@@ -34,9 +43,46 @@ def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None
     p = problem
     used_q = _used("seqused_q", a.seqused_q, p.seqlen_q, p.batch)
     used_k = _used("seqused_k", a.seqused_k, p.seqlen_k, p.batch)
-    with np.errstate(all="ignore"):  # inf and NaN of the inputs travel as IEEE says; a warning about them would name no argument
-        for tile in _query_tiles(p, ragged=a.seqused_q is not None or a.seqused_k is not None):
+    tiles = list(_query_tiles(p, ragged=a.seqused_q is not None or a.seqused_k is not None))
+
+    def compute(tile: _Tile) -> None:
+        with np.errstate(all="ignore"):  # inf and NaN of the inputs travel as IEEE says; a warning about them would name no argument
             _one_tile(p, a, lse, tile, used_q[tile.b.start], used_k[tile.b.start])
+
+    threads = min(len(tiles), _num_cpus(), _MAX_THREADS)
+    if threads < 2 or p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k < _SERIAL:
+        for tile in tiles:
+            compute(tile)
+        return
+
+    def compute_alone(tile: _Tile) -> None:
+        with _one_blas_thread():  # an OpenMP BLAS has a number of threads for each of ours
+            compute(tile)
+
+    with _all_cores, _one_blas_thread(), ThreadPoolExecutor(threads, thread_name_prefix="cupyflash") as pool:
+        for _ in pool.map(compute_alone, tiles):  # the loop raises what a tile raised
+            pass
+
+
+# Most BLAS have one number of threads for the process, so calls that change it take turns; each keeps all cores busy anyway.
+_all_cores = threading.Lock()
+
+
+def _num_cpus() -> int:
+    """The cores that this process may use, which a container or taskset may have made fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _one_blas_thread() -> Any:
+    """A context in which BLAS uses one thread."""
+    return _blas().limit(limits=1, user_api="blas")
+
+
+@functools.cache
+def _blas() -> Any:
+    from threadpoolctl import ThreadpoolController  # with its search for libraries 8 ms: not before the first long call
+
+    return ThreadpoolController()
 
 
 class _Tile(NamedTuple):
@@ -53,7 +99,7 @@ def _query_tiles(p: AttentionProblem, ragged: bool) -> Iterator[_Tile]:
     batches = 1 if ragged else _fit(p.batch, _TILE // (block_n * block_m * max(group, 1) * heads))
     for b in _blocks(p.batch, batches):
         for h in _blocks(p.num_heads_kv, heads):
-            for m in _blocks(p.seqlen_q, block_m):
+            for m in reversed(list(_blocks(p.seqlen_q, block_m))):  # under a causal mask the last rows take longest: start them first
                 yield _Tile(b, h, m)
 
 

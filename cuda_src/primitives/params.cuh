@@ -13,12 +13,12 @@ struct ForwardParams {
   const void* v;
   void* out;
   void* lse;
-  const void* bias;          // (B, Hq, Sq, Sk)
-  const unsigned char* mask; // (B, Hq, Sq, Sk), non-zero where a query may attend
-  const float* alibi_slopes; // (B, Hq)
-  const void* sink;          // (Hq)
-  const int* seqused_q;      // (B)
-  const int* seqused_k;      // (B)
+  const void* bias;           // (B, Hq, Sq, Sk)
+  const unsigned char* mask;  // (B, Hq, Sq, Sk), non-zero where a query may attend
+  const float* alibi_slopes;  // (B, Hq)
+  const void* sink;           // (Hq)
+  const int* seqused_q;       // (B)
+  const int* seqused_k;       // (B)
 
   long long q_stride_batch, q_stride_seq, q_stride_head;
   long long k_stride_batch, k_stride_seq, k_stride_head;
@@ -33,9 +33,9 @@ struct ForwardParams {
   double softcap;  // 0: none
 
   int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv;
-  int head_dim, head_dim_v;        // the true ones; tiles may be wider
-  int window_left, window_right;   // distances from the diagonal, 2^31 - 1: unlimited
-  int top_left;                    // the diagonal is j = i, else j = i + used_k - used_q
+  int head_dim, head_dim_v;       // the true ones; tiles may be wider
+  int window_left, window_right;  // distances from the diagonal, 2^31 - 1: unlimited
+  int top_left;                   // the diagonal is j = i, else j = i + used_k - used_q
   float softmax_scale_log2, softcap_log2;
 };
 

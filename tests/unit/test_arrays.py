@@ -52,13 +52,13 @@ class Annotated(np.ndarray):  # type: ignore[type-arg]
 @pytest.mark.parametrize("wrap", [np.ma.asarray, lambda x: x.view(Annotated)])
 def test_subclasses_are_refused(rng: np.random.Generator, wrap: Any) -> None:
     q, k, v = pair(rng)
-    with pytest.raises(ArgumentError, match="k is a (MaskedArray|Annotated): subclasses of ndarray are not supported"):
+    with pytest.raises(ArgumentError, match=r"k is a (MaskedArray|Annotated): subclasses of ndarray are not supported"):
         cupyflash.attention(q, wrap(k), v)
 
 
 def test_strides_that_are_no_whole_elements() -> None:
     records = np.zeros((1, 4, 2, 8), np.dtype({"names": ["x"], "formats": ["f4"], "offsets": [0], "itemsize": 6}))
-    with pytest.raises(ShapeError, match="q has strides of .* bytes for elements of 4"):
+    with pytest.raises(ShapeError, match=r"q has strides of .* bytes for elements of 4"):
         arrays.view(records["x"], "q")
 
 
@@ -71,7 +71,7 @@ def test_out_may_not_touch_an_input(rng: np.random.Generator) -> None:
     expected = cupyflash.attention(q.copy(), k.copy(), v.copy())
     assert cupyflash.attention(q, k, v, out=out) is out
     np.testing.assert_array_equal(out, expected)
-    with pytest.raises(ShapeError, match="out has strides .*share"):
+    with pytest.raises(ShapeError, match=r"out has strides .*share"):
         cupyflash.attention(q, k, v, out=np.lib.stride_tricks.as_strided(expected.copy(), q.shape, (0, 128, 32, 4)))
     empty = np.broadcast_to(np.zeros((), F32), (2, 0, 4, 6)).copy()  # no element, so none is shared, whatever the strides
     arrays.check_out("out", empty, arrays.view(empty, "out")._replace(strides=(0, 0, 0, 0)), {})
@@ -205,7 +205,7 @@ def test_small_vectors_may_be_numpy() -> None:
         arrays.check_together({"q": view_of("torch", HOST), "sink": view_of("numpy", HOST)})
 
 
-# --- the device half, on stand-ins for CuPy and torch: what is read, where results are allocated, which stream is launched on -----------
+# --- the device half, on stand-ins for CuPy and torch ------------------------------------------------------------
 
 
 class FakeCupyArray:
@@ -283,7 +283,7 @@ def test_torch_current_stream(monkeypatch: pytest.MonkeyPatch, raw: bool) -> Non
     assert arrays.stream_handle(view_of("torch", 2)) == 42
 
 
-# --- PyTorch and JAX, where installed ------------------------------------------------------------------------------------------------------
+# --- PyTorch and JAX, where installed
 
 NO_TORCH = "PyTorch is not installed; pip install torch"
 NO_JAX = "JAX is not installed; pip install jax"
@@ -334,7 +334,7 @@ def test_torch_tensors_that_are_not_what_they_seem(rng: np.random.Generator) -> 
     q, k, v = (torch.from_numpy(x) for x in pair(rng))
     with pytest.raises(DeviceError, match="q is on the torch device 'meta': it must be on 'cpu' or 'cuda'"):
         cupyflash.attention(q.to("meta"), k, v)
-    with pytest.raises(ArgumentError, match="q is a torch.sparse_coo tensor: it must be dense"):
+    with pytest.raises(ArgumentError, match=r"q is a torch.sparse_coo tensor: it must be dense"):
         cupyflash.attention(q.to_sparse(), k, v)
     with pytest.raises(ArgumentError, match=r"q is a lazily negated.*q.resolve_neg\(\)"):
         cupyflash.attention(torch._neg_view(q), k, v)

@@ -49,10 +49,12 @@ IMPORT_LIMIT_S = 0.060
 FRAMEWORKS = {"torch", "jax", "jaxlib", "transformers", "flash_attn", "tensorflow"}
 INTERFACES = {"torch", "jax", "transformers", "flash_attn"}  # the only modules that may import a framework
 # What else may be imported beyond the standard library; a module that is absent here decides on plain values and imports nothing.
-# Inside functions only: cupy, which costs 300 ms and may be absent, and ml_dtypes, which may be absent.
+# Inside functions only: cupy, which costs 300 ms and may be absent, ml_dtypes, which may be absent, and threadpoolctl, which costs 5 ms.
 NUMPY = {"arrays", "environment", "host", "reference"}
 CUPY = {"arrays", "device", "environment", "jit", "launch"}
-ML_DTYPES = {"arrays", "host"}
+ML_DTYPES = {"arrays"}
+THREADPOOLCTL = {"host"}
+IN_FUNCTIONS = {"cupy": CUPY, "ml_dtypes": ML_DTYPES, "threadpoolctl": THREADPOOLCTL}
 
 
 class Import(NamedTuple):
@@ -122,7 +124,7 @@ def test_the_map_has_no_cycle():
 @pytest.mark.parametrize("path", MODULES, ids=names(MODULES))
 def test_foreign_packages_are_imported_only_where_they_belong(path):
     allowed = {"cupyflash"} | ({"numpy"} if path.stem in NUMPY else set()) | (FRAMEWORKS | {"numpy"} if path.stem in INTERFACES else set())
-    allowed_in_functions = {package for package, users in (("cupy", CUPY), ("ml_dtypes", ML_DTYPES)) if path.stem in users}
+    allowed_in_functions = {package for package, users in IN_FUNCTIONS.items() if path.stem in users}
     wrong = {
         f"line {found.line}: {found.module}{'' if found.in_function else ', at module level'}"
         for found in imports(path)

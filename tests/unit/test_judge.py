@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from judge import BOUND, judge, standard_attention
+from judge import BOUND, FLOOR_EPS, judge, standard_attention
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NAN, INF = np.nan, np.inf
@@ -63,7 +63,7 @@ def test_twice_the_error_of_the_formula_is_the_limit(dtype, rng):
     standard[1, 2] -= off
     for error in (1.9 * off, -1.9 * off):
         judge(expected + error, expected, standard, dtype=dtype, name="under twice")
-    floor = 2 * float(ml_dtypes.finfo(dtype).eps)
+    floor = float(ml_dtypes.finfo(dtype).eps) / 2 + FLOOR_EPS * np.finfo("float64" if dtype == "float64" else "float32").eps
     for error in (2.1 * off + floor, -2.1 * off - floor):
         with pytest.raises(AssertionError, match=r"out\[0, 0\]"):
             judge(expected + error, expected, standard, dtype=dtype, name="over twice")

@@ -265,7 +265,9 @@ def test_kf_029_a_sparse_last_axis_is_an_error_with_the_way_out(rng: np.random.G
 def test_kf_030_the_stride_of_an_axis_of_one_means_nothing(rng: np.random.Generator, axis: int, stride: int) -> None:
     shape = tuple(1 if a == axis else n for a, n in enumerate((2, 3, 2, 16)))
     q, k, v = make(rng, shape, shape)
-    strange = [np.lib.stride_tricks.as_strided(x, shape, tuple(stride if a == axis else s for a, s in enumerate(x.strides))) for x in (q, k, v)]
+    strange = [
+        np.lib.stride_tricks.as_strided(x, shape, tuple(stride if a == axis else s for a, s in enumerate(x.strides))) for x in (q, k, v)
+    ]
     np.testing.assert_array_equal(cupyflash.attention(*strange), cupyflash.attention(q, k, v))
 
 
@@ -385,7 +387,7 @@ def test_kf_072_all_pairs_of_lengths(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("sk", [1, 255, 256, 257, 509])  # 1, the key block - 1, itself, + 1, a prime
-@pytest.mark.parametrize("sq", [1, 511, 512, 513, 521])  # the same for the block of query rows
+@pytest.mark.parametrize("sq", [1, 511, 512, 513, 521])
 def test_lengths_around_the_blocks_of_the_host_path(rng: np.random.Generator, sq: int, sk: int) -> None:
     agrees(*make(rng, (1, sq, 1, 4), (1, sk, 1, 4)), window_size=(300, 40))
 

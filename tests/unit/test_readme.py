@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import cupyflash
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -28,8 +30,9 @@ def commands() -> list[str]:
 
 EXAMPLES = blocks("python")
 SETUPS = [command for command in commands() if command.startswith("python3 -m venv ")]
-# What follows the program's name in every call of the benchmark: "", "check --full"
-BENCH_CALLS = sorted({call.strip() for command in commands() for call in re.findall(r"cupyflash-bench\b([^&|;#]*)", command)})
+CALLS = [*commands(), *re.findall(r"`(cupyflash-bench[^`]*)`", README)]
+# What follows the program's name in each call: "", "check --full"
+BENCH_CALLS = sorted({call.strip() for command in CALLS for call in re.findall(r"cupyflash-bench\b([^&|;#]*)", command)})
 
 
 def test_there_is_an_example():
@@ -72,6 +75,9 @@ def test_bench_commands_exist(call):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!https?:|#)([^)#]+)", README))))
-def test_linked_files_exist(target):
-    assert (ROOT / target).exists()
+def test_links_and_names_exist():
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert not {target for target in targets if not (ROOT / target).exists()}
+    names = re.findall(r"`cupyflash\.(\w+)", README)
+    assert names
+    assert not {name for name in names if not hasattr(cupyflash, name)}
