@@ -66,47 +66,73 @@ struct Work {
 // The softmax state of a warp's rows: lane l owns rows l / 4 and l / 4 + 8 of each 16-row tile.
 template <int kTiles>
 struct RowState {
-  float max[kTiles][2];  // in log2 units; -inf: no key yet
-  float sum[kTiles][2];  // of this lane's columns
+  float reference[kTiles][2];  // P = exp2(score - reference), all in log2 units; -inf: no key yet
+  float sum[kTiles][2];        // of this lane's columns
 };
 
-// S, as the product leaves it, becomes P in place; the state moves on and O is scaled to the new reference.
+// A reference moves only when a score passes it by this much: P stays below 2^8, far from fp16's 2^16, and O is hardly ever rescaled
+// (the lazy rescale of FlashAttention-4). At D = 128 and 64 keys a block the rescale costs two multiplications an element of S.
+constexpr float kGrowth = 8.0f;
+
+// S, as the product leaves it, becomes P in place; where a row outgrew its reference, that moves and O is scaled.
 template <class C, bool kMasked, int kTiles>
 __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, int j, float (&rS)[kTiles][C::kBlockN / 8][4],
                                     float (&rO)[kTiles][C::kHeadDimV / 8][4], RowState<kTiles>& state, int warp_row) {
   const int lane = threadIdx.x % 32;
   const float scale_log2 = kFused<C> ? fabsf(p.softmax_scale_log2) : 1.0f;
+  float block_max[kTiles][2];
+  bool grows = false;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = w.row + warp_row + 16 * m + 8 * r + lane / 4;
-      float block_max = -infinity(0.0f);
+      float top = -infinity(0.0f);
 #pragma unroll
       for (int n = 0; n < C::kBlockN / 8; ++n) {
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
           const int key = j * C::kBlockN + 8 * n + 2 * (lane % 4) + e % 2;
-          const bool inside = !kMasked || (i < w.s.used_q && key < w.s.used_k);
+          const bool exists = (!kMasked || key < w.s.used_k) && ((!kMasked && !C::kBias && !C::kMask) || i < w.s.used_q);
           if constexpr (!kFused<C>) {
-            const bool exists = inside && (!C::kBias || i < w.s.used_q);  // a bias has no element past the last row
             if (exists) rS[m][n][e] = score_step<C>(p, w.context, w.s, rS[m][n][e], i, key) * static_cast<float>(kLog2E);
           }
           if constexpr (kMasked || C::kMask) {
-            const bool visible = inside && i < w.s.used_q && is_visible<C>(p, w.context, w.s, i, key);
-            if (!visible) rS[m][n][e] = -infinity(0.0f);
+            if (!(exists && is_visible<C>(p, w.context, w.s, i, key))) rS[m][n][e] = -infinity(0.0f);
           }
-          block_max = fmaxf(block_max, rS[m][n][e]);
+          top = fmaxf(top, rS[m][n][e]);
         }
       }
-      block_max = fmaxf(block_max, __shfl_xor_sync(kWarp, block_max, 1));  // the four lanes of a row
-      block_max = fmaxf(block_max, __shfl_xor_sync(kWarp, block_max, 2));
-      const float old_max = state.max[m][r];
-      const float new_max = fmaxf(old_max, block_max * scale_log2);
-      const float reference = (kMasked || C::kMask) && new_max == -infinity(0.0f) ? 0.0f : new_max;
-      const float rescale = ex2(old_max - reference);
-      state.max[m][r] = new_max;
-      float sum = state.sum[m][r] * rescale;
+      top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));  // the four lanes of a row
+      top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2)) * scale_log2;
+      block_max[m][r] = top;
+      grows = grows || top > state.reference[m][r] + kGrowth;
+    }
+  }
+  if (__any_sync(kWarp, grows)) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float old = state.reference[m][r];
+        const float reference = fmaxf(old, block_max[m][r]);
+        const float rescale = old == reference ? 1.0f : ex2(old - reference);  // also where both are -inf
+        state.reference[m][r] = reference;
+        state.sum[m][r] *= rescale;
+#pragma unroll
+        for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+          rO[m][n][2 * r] *= rescale;
+          rO[m][n][2 * r + 1] *= rescale;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float reference = (kMasked || C::kMask) && state.reference[m][r] == -infinity(0.0f) ? 0.0f : state.reference[m][r];
+      float sum = state.sum[m][r];
 #pragma unroll
       for (int n = 0; n < C::kBlockN / 8; ++n) {
 #pragma unroll
@@ -116,11 +142,6 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
         }
       }
       state.sum[m][r] = sum;
-#pragma unroll
-      for (int n = 0; n < C::kHeadDimV / 8; ++n) {
-        rO[m][n][2 * r] *= rescale;
-        rO[m][n][2 * r + 1] *= rescale;
-      }
     }
   }
 }
@@ -142,7 +163,7 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, cons
       sum += __shfl_xor_sync(kWarp, sum, 1);
       sum += __shfl_xor_sync(kWarp, sum, 2);
       const bool used = i < w.s.used_q;
-      const bool empty = state.max[m][r] == -infinity(0.0f);
+      const bool empty = state.reference[m][r] == -infinity(0.0f);
       const float scale = used && !empty ? 1.0f / sum : 0.0f;
       float largest = 0;  // of |O|; fmax drops NaN, so that is looked for in a sum
       float total = 0;
@@ -166,12 +187,12 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, cons
         }
       }
       if constexpr (C::kWriteLse) {
-        const float lse = used && !empty ? (state.max[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
+        const float lse = used && !empty ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
         if (lane % 4 == 0 && i < p.seqlen_q) {
           static_cast<float*>(p.lse)[(static_cast<long long>(w.b) * p.num_heads_q + w.h) * p.seqlen_q + i] = lse;
         }
       }
-      const bool in_range = total == 0.0f && sum > 0.0f && sum < infinity(0.0f) && fabsf(state.max[m][r]) <= kLargestReference;
+      const bool in_range = total == 0.0f && sum > 0.0f && sum < infinity(0.0f) && fabsf(state.reference[m][r]) <= kLargestReference;
       unsigned bad = __ballot_sync(kWarp, used && !in_range && !(empty && total == 0.0f && sum == 0.0f));
 #pragma unroll
       for (int row = 0; row < 8; ++row) again |= (bad >> (4 * row) & 0xf) ? 1u << (16 * m + 8 * r + row) : 0u;
@@ -198,10 +219,8 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
 
   auto load_keys = [&](int j) {
     const int first = j * C::kBlockN, valid = w.s.used_k - first;
-    load_tile<typename S::TileK, C::kBlockN, kThreads, C::kUnaligned, Element>(
-        smem.k[j % 2], valid, p.head_dim, [&](int r) { return gK + (first + r) * p.k_stride_seq; });
-    load_tile<typename S::TileV, C::kBlockN, kThreads, C::kUnaligned, Element>(
-        smem.v[j % 2], valid, p.head_dim_v, [&](int r) { return gV + (first + r) * p.v_stride_seq; });
+    load_tile<typename S::TileK, kThreads, C::kUnaligned>(smem.k[j % 2], gK + first * p.k_stride_seq, p.k_stride_seq, valid, p.head_dim);
+    load_tile<typename S::TileV, kThreads, C::kUnaligned>(smem.v[j % 2], gV + first * p.v_stride_seq, p.v_stride_seq, valid, p.head_dim_v);
     cp_async_commit();
   };
 
@@ -214,14 +233,14 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
     for (int r = 0; r < 2; ++r) {
-      state.max[m][r] = sink_log2;
+      state.reference[m][r] = sink_log2;
       state.sum[m][r] = C::kSink && threadIdx.x % 4 == 0 && sink_log2 > -infinity(0.0f) ? 1.0f : 0.0f;  // one lane of the row's four
     }
   }
 
   if (w.key_first < w.key_last) {
-    load_tile<typename S::TileQ, C::kBlockM, kThreads, C::kUnaligned, Element>(
-        smem.q, w.s.used_q - w.row, p.head_dim, [&](int r) { return gQ + (w.row + r) * p.q_stride_seq; });
+    load_tile<typename S::TileQ, kThreads, C::kUnaligned>(smem.q, gQ + w.row * p.q_stride_seq, p.q_stride_seq, w.s.used_q - w.row,
+                                                          p.head_dim);
     load_keys(w.key_last - 1);
     if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
       cp_async_wait<0>();

@@ -11,6 +11,7 @@ namespace cupyflash {
 template <int kRows, int kWidth>
 struct Tile {
   static_assert(kWidth % 16 == 0, "mma.sync reads 16 elements of a row at a time");
+  static constexpr int kRowCount = kRows;
   static constexpr bool kSwizzled = kWidth % 64 == 0;
   static constexpr int kChunks = kWidth / 8;  // of 16 bytes
   static constexpr int kPitch = kChunks + (kSwizzled ? 0 : 1);
@@ -20,26 +21,39 @@ struct Tile {
   __device__ static int at(int row, int chunk) { return (row * kPitch + (kSwizzled ? chunk ^ (row % 8) : chunk)) * 16; }
 };
 
-// Scope: block. Queues the copy of rows [0, valid) of `width` elements each into the tile; the rest of the tile becomes zeros.
-// row_at(r) gives the address of row r in global memory and is asked for r < valid only.
-template <class T, int kRows, int kThreads, bool kUnaligned, class Element, class RowAt>
-__device__ inline void load_tile(char* tile, int valid, int width, RowAt row_at) {
-  constexpr int kCopies = kRows * T::kChunks;
+// Scope: block. Queues the copy of rows [0, valid) of `width` elements each, `stride` elements apart, into the tile; the rest of the tile
+// becomes zeros.
+template <class T, int kThreads, bool kUnaligned, class Element>
+__device__ inline void load_tile(char* tile, const Element* global, long long stride, int valid, int width) {
+  constexpr int kCopies = T::kRowCount * T::kChunks;
+  constexpr int kPasses = (kCopies + kThreads - 1) / kThreads;
+  if constexpr (!kUnaligned && kThreads % T::kChunks == 0 && kCopies % kThreads == 0) {
+    // Each thread keeps its column, so a pass moves its pointer by a constant and the tail is one comparison.
+    constexpr int kRowsAPass = kThreads / T::kChunks;
+    const int row = threadIdx.x / T::kChunks, chunk = threadIdx.x % T::kChunks;
+    const int bytes = clamp(width - chunk * 8, 0, 8) * 2;
+    const Element* source = global + row * stride + (bytes ? chunk * 8 : 0);
 #pragma unroll
-  for (int n = 0; n < (kCopies + kThreads - 1) / kThreads; ++n) {
-    const int copy = n * kThreads + threadIdx.x;
-    if (kCopies % kThreads != 0 && copy >= kCopies) break;
-    const int row = copy / T::kChunks, chunk = copy % T::kChunks;
-    const int elements = row < valid ? clamp(width - chunk * 8, 0, 8) : 0;
-    const Element* global = static_cast<const Element*>(row_at(row < valid ? row : 0));
-    if constexpr (kUnaligned) {
-      Element values[8];
-      for (int e = 0; e < 8; ++e) values[e] = e < elements ? global[chunk * 8 + e] : Element{0};
-      auto* words = reinterpret_cast<const unsigned short*>(values);
-      auto* target = reinterpret_cast<unsigned short*>(tile + T::at(row, chunk));
-      for (int e = 0; e < 8; ++e) target[e] = words[e];
-    } else {
-      cp_async_16(smem_address(tile + T::at(row, chunk)), elements ? global + chunk * 8 : global, elements * 2);
+    for (int n = 0; n < kPasses; ++n) {
+      const bool inside = row + n * kRowsAPass < valid;
+      cp_async_16(smem_address(tile + T::at(row + n * kRowsAPass, chunk)), inside ? source : global, inside ? bytes : 0);
+      source += kRowsAPass * stride;
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kPasses; ++n) {
+      const int copy = n * kThreads + threadIdx.x;
+      if (kCopies % kThreads != 0 && copy >= kCopies) break;
+      const int row = copy / T::kChunks, chunk = copy % T::kChunks;
+      const int elements = row < valid ? clamp(width - chunk * 8, 0, 8) : 0;
+      const Element* source = global + (elements ? row * stride + chunk * 8 : 0);
+      if constexpr (kUnaligned) {
+        auto* target = reinterpret_cast<Element*>(tile + T::at(row, chunk));
+#pragma unroll
+        for (int e = 0; e < 8; ++e) target[e] = e < elements ? source[e] : Element{0};
+      } else {
+        cp_async_16(smem_address(tile + T::at(row, chunk)), source, elements * 2);
+      }
     }
   }
 }
