@@ -103,9 +103,11 @@ def _buffers(p: AttentionProblem) -> dict[str, bool]:
 
 def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     """Blocks of a one-dimensional grid, which may be 2^31 - 1 long; y and z end at 65535, fewer than some batch x heads."""
-    config = variant.config
-    rows = config.block_m if isinstance(config, FwdConfig) else config.warps if config is not None else 1
-    return -(-p.seqlen_q // rows) * p.num_heads_q * p.batch
+    heads = p.batch * p.num_heads_q
+    if isinstance(variant.config, FwdConfig):
+        return -(-p.seqlen_q // variant.config.block_m) * heads
+    assert isinstance(variant.config, SimpleConfig)
+    return -(-p.seqlen_q * heads // variant.config.warps)
 
 
 def _round_up(n: int, step: int) -> int:

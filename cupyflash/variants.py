@@ -64,11 +64,17 @@ class Variant:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a block: Q, which the output reuses, and `stages` tiles of K and of V, at 2 bytes an element."""
+        """Dynamic shared memory of a block: the tile of Q, and `stages` tiles of K and of V."""
         c = self.config
         if not isinstance(c, FwdConfig):
             return 0
-        return 2 * (c.block_m * max(self.head_dim, self.head_dim_v) + c.stages * c.block_n * (self.head_dim + self.head_dim_v))
+        keys = c.stages * c.block_n * (_pitch_bytes(self.head_dim) + _pitch_bytes(self.head_dim_v))
+        return c.block_m * _pitch_bytes(self.head_dim) + keys
+
+
+def _pitch_bytes(width: int) -> int:
+    """A row of a tile of 16-bit elements: swizzled where it is a multiple of 128 bytes, else padded by 16 (tile.cuh)."""
+    return 2 * width + (0 if width % 64 == 0 else 16)
 
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}

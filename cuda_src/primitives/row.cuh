@@ -1,0 +1,110 @@
+// row.cuh: one warp computes one query row from the definition, by an online softmax over 32 keys at a time.
+//
+// The whole of fwd_simple, and the way out of the tiled kernels: a row that left their range (an infinity, a NaN, a sum that vanished) is
+// computed again here, where scores are subtracted before they are scaled and a key that the row does not see is never multiplied.
+#pragma once
+
+#include "score.cuh"
+
+namespace cupyflash {
+
+constexpr unsigned kWarp = 0xffffffffu;
+constexpr double kLog2E = 1.4426950408889634;
+
+template <class T>
+__device__ inline T warp_sum(T x) {
+  for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(kWarp, x, lane);
+  return x;
+}
+// NaN wins, as in the definition: fmax would drop it.
+template <class T>
+__device__ inline T max_or_nan(T a, T b) {
+  return a != a || a > b ? a : b;
+}
+template <class T>
+__device__ inline T warp_max(T x) {
+  for (int lane = 16; lane > 0; lane /= 2) x = max_or_nan(x, __shfl_xor_sync(kWarp, x, lane));
+  return x;
+}
+
+__device__ inline float exp_of(float x) { return exp2f(x * static_cast<float>(kLog2E)); }
+__device__ inline double exp_of(double x) { return exp(x); }
+__device__ inline float log_of(float x) { return logf(x); }
+__device__ inline double log_of(double x) { return log(x); }
+
+// Scope: one whole warp. Row i of head h of batch b: writes O (Dv) and, if asked for, its LSE.
+template <class C>
+__device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
+  using Element = typename C::Element;
+  using Acc = typename AccumulatorOf<Element>::Type;
+  constexpr int kPerLane = (C::kHeadDim + 31) / 32;    // elements of q and k that a lane holds: d = lane + 32 n
+  constexpr int kPerLaneV = (C::kHeadDimV + 31) / 32;  // the same of v and o
+  const int lane = threadIdx.x % 32;
+  const int group = p.num_heads_q / p.num_heads_kv;
+  const Sequence s = sequence_of<C>(p, b);
+  const ScoreContext<C> context = score_context<C>(p, b, h);
+
+  const Element* gQ = static_cast<const Element*>(p.q) + b * p.q_stride_batch + i * p.q_stride_seq + h * p.q_stride_head;
+  const Element* gK = static_cast<const Element*>(p.k) + b * p.k_stride_batch + h / group * p.k_stride_head;
+  const Element* gV = static_cast<const Element*>(p.v) + b * p.v_stride_batch + h / group * p.v_stride_head;
+
+  Acc rQ[kPerLane];
+  for (int n = 0; n < kPerLane; ++n) rQ[n] = lane + 32 * n < p.head_dim ? widen(gQ[lane + 32 * n]) : Acc(0);
+  Acc rO[kPerLaneV] = {};
+  Acc row_max = -infinity(Acc());
+  Acc row_sum = 0;
+  const bool used = i < s.used_q;
+  if constexpr (C::kSink) {  // one more key, of value zero: the state after having seen it alone
+    row_max = static_cast<Acc>(widen(static_cast<const typename C::Sink*>(p.sink)[h * p.sink_stride]));
+    row_sum = row_max > -infinity(Acc()) ? 1 : 0;
+  }
+
+  KeyRange keys = visible_keys<C>(p, s, i, i + 1);
+  if (!used) keys.last = keys.first;
+  for (int first = keys.first; first < keys.last; first += 32) {
+    const int count = min(32, keys.last - first);
+    Acc score = -infinity(Acc());  // of key first + lane
+    for (int n = 0; n < count; ++n) {
+      const Element* gK_j = gK + (first + n) * p.k_stride_seq;
+      Acc dot = 0;
+      for (int m = 0; m < kPerLane; ++m) {
+        if (lane + 32 * m < p.head_dim) dot += rQ[m] * widen(gK_j[lane + 32 * m]);
+      }
+      dot = warp_sum(dot);
+      if (lane == n) score = dot;
+    }
+    const int j = first + lane;
+    const bool visible = lane < count && is_visible<C>(p, context, s, i, j);
+    score = visible ? score_step<C>(p, context, s, score, i, j) : -infinity(Acc());
+
+    const Acc new_max = max_or_nan(row_max, warp_max(score));
+    const Acc reference = new_max == -infinity(Acc()) ? Acc(0) : new_max;  // no key yet: exp(-inf - 0) = 0
+    const Acc weight = exp_of(score - reference);
+    const Acc rescale = exp_of(row_max - reference);
+    row_sum = row_sum * rescale + warp_sum(weight);
+    row_max = new_max;
+    for (int m = 0; m < kPerLaneV; ++m) rO[m] *= rescale;
+    const unsigned seen = __ballot_sync(kWarp, visible);
+    for (int n = 0; n < count; ++n) {
+      const Acc rP = __shfl_sync(kWarp, weight, n);
+      if (!(seen >> n & 1)) continue;  // 0 x NaN would be NaN
+      const Element* gV_j = gV + (first + n) * p.v_stride_seq;
+      for (int m = 0; m < kPerLaneV; ++m) {
+        if (lane + 32 * m < p.head_dim_v) rO[m] += rP * widen(gV_j[lane + 32 * m]);
+      }
+    }
+  }
+
+  using Out = typename C::Out;
+  Out* gO = static_cast<Out*>(p.out) + b * p.out_stride_batch + i * p.out_stride_seq + h * p.out_stride_head;
+  const Acc scale = !used ? Acc(0) : row_sum == Acc(0) ? Acc(1) : Acc(1) / row_sum;
+  for (int m = 0; m < kPerLaneV; ++m) {
+    if (lane + 32 * m < p.head_dim_v) narrow(used ? rO[m] * scale : Acc(0), gO[lane + 32 * m]);
+  }
+  if constexpr (C::kWriteLse) {
+    const Acc lse = used ? row_max + log_of(row_sum) : -infinity(Acc());
+    if (lane == 0) static_cast<Acc*>(p.lse)[(static_cast<long long>(b) * p.num_heads_q + h) * p.seqlen_q + i] = lse;
+  }
+}
+
+}  // namespace cupyflash

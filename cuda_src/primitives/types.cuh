@@ -1,0 +1,63 @@
+// types.cuh: the element types, as bits, and their conversions to the type that a kernel computes in. No CUDA header is needed:
+// the 16-bit types are structs of our own, so NVRTC compiles a kernel from this text alone.
+#pragma once
+
+namespace cupyflash {
+
+struct Half {
+  unsigned short bits;
+};
+struct BFloat16 {
+  unsigned short bits;
+};
+
+// The type of sums and scores: float, double for double.
+template <class Element>
+struct AccumulatorOf {
+  using Type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using Type = double;
+};
+
+__device__ inline float widen(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ inline float widen(BFloat16 x) { return __int_as_float(static_cast<int>(x.bits) << 16); }
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+
+// Round to nearest even.
+__device__ inline void narrow(float x, Half& y) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
+__device__ inline void narrow(float x, BFloat16& y) {
+  const unsigned bits = __float_as_int(x);
+  const unsigned rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  y.bits = x == x ? rounded : 0x7fc0;  // adding to the bits of a NaN could carry it into an infinity
+}
+__device__ inline void narrow(float x, float& y) { y = x; }
+__device__ inline void narrow(float x, double& y) { y = x; }
+__device__ inline void narrow(double x, double& y) { y = x; }
+__device__ inline void narrow(double x, float& y) { y = static_cast<float>(x); }
+__device__ inline void narrow(double x, Half& y) { narrow(static_cast<float>(x), y); }
+__device__ inline void narrow(double x, BFloat16& y) { narrow(static_cast<float>(x), y); }
+
+__device__ inline int clamp(int x, int low, int high) { return max(low, min(x, high)); }
+
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
+};
+
+// An integer as wide as two elements of kBytes each, to store both at once.
+template <int kBytes>
+struct alignas(2 * kBytes) PairOf {
+  unsigned char bytes[2 * kBytes];
+};
+
+__device__ inline float infinity(float) { return __int_as_float(0x7f800000); }
+__device__ inline double infinity(double) { return __longlong_as_double(0x7ff0000000000000ll); }
+
+}  // namespace cupyflash
