@@ -202,11 +202,11 @@ def check(full: bool, json_file: str | None) -> int:
         wrong, skipped, total = [], [], 0
         with report.progress(sum(map(len, suite.values()))):
             for group, cases in suite.items():
-                report.working_on(group)
+                report.advance(to=group)
                 verdicts = []
                 for case in cases:
                     verdicts.append((case, checking.run(case)))
-                    report.done_one()
+                    report.advance(1)
                 report.checks(group, verdicts)
                 wrong += [(case, verdict) for case, verdict in verdicts if not verdict.ok]
                 skipped += [(case, verdict) for case, verdict in verdicts if verdict.skipped]
@@ -244,7 +244,7 @@ def run_timings(
     too_much = math.inf  # FLOPs of the first case that the deadline dropped: another as large is not even tried
     with report.progress(len(cases)):
         for case in cases:
-            report.working_on(f"{case.mode} {case.label}")
+            report.advance(to=f"{case.mode} {case.label}")
             if case.flops < too_much:
                 found = compare(case, peers, min_s=min_s, deadline=deadline)
                 if any(outcome.why_not == LATE for outcome in found):
@@ -252,7 +252,7 @@ def run_timings(
             else:
                 found = [Outcome(peer.name, why_not=LATE) for peer in peers]
             report.timings(case, found)
-            report.done_one()
+            report.advance(1)
             outcomes.append((case, found))
     report.explain_columns()
     return outcomes

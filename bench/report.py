@@ -137,7 +137,7 @@ class Report:
         bar = BarColumn(bar_width=20)
         columns = (TextColumn("  {task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
         errors = console(stderr=True)
-        self._bar = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+        self._bar = Progress(*columns, console=errors, transient=True) if errors.is_terminal else None
         self._task: TaskID | None = None
 
     def record(self, fields: dict[str, Any]) -> None:
@@ -157,29 +157,28 @@ class Report:
     @contextmanager
     def progress(self, total: int) -> Iterator[None]:
         """A bar on stderr, only if that is a terminal, and gone when the work is."""
-        self._task = self._bar.add_task("", total=total)
-        self._bar.start()
-        try:
+        if self._bar is None:
             yield
-        finally:
-            self._bar.stop()
+            return
+        self._task = self._bar.add_task("", total=total)
+        with self._bar:
+            yield
 
-    def working_on(self, what: str) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, description=what)
-
-    def done_one(self) -> None:
-        if self._task is not None:
-            self._bar.advance(self._task)
+    def advance(self, by: int = 0, *, to: str | None = None) -> None:
+        """The bar: `by` more are done, and `to` is what comes now."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, advance=by, description=to)
 
     @contextmanager
-    def printing(self) -> Iterator[None]:
+    def _printing(self) -> Iterator[None]:
         """Rows and the bar may share a terminal: the bar steps aside while a row is printed."""
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
         try:
             yield
         finally:
-            self._bar.start()
+            if self._bar is not None:
+                self._bar.start()
 
     # Timing ---------------------------------------------------------------------------------------------------------------------
 
@@ -230,7 +229,7 @@ class Report:
             if outcome.timing:
                 self.record(result_line(case, outcome))
             self.record(outcome_record(case, outcome))
-        with self.printing():
+        with self._printing():
             self.say(f"  {case.mode} {case.label}", "cyan")
             for outcome in outcomes:
                 if outcome.timing:
@@ -262,7 +261,7 @@ class Report:
     # Check ----------------------------------------------------------------------------------------------------------------------
 
     def start_checks(self, dtypes: Iterable[str]) -> None:
-        self.say("Largest |out - ref| / (1 + |ref|), ref by float64, by dtype")
+        self.say("Host arrays: largest |out - ref| / (1 + |ref|) against float64")
         if self.table.width >= WIDE:
             self.say("LSE: the largest share of its limit, which is 1e-4 + 2e-6 |LSE|\n")
         self._dtypes = tuple(dtypes)
@@ -285,7 +284,7 @@ class Report:
         lse = max((verdict.lse_error for _, verdict in judged if verdict.lse_error is not None), default=None)
         cells.append(("-" if lse is None else f"{lse:.0%}" if lse < 10 else f"{lse:.0e}", "" if lse is None or lse <= 1 else "bold red"))
         word = ("PASS", "green") if ok and judged else ("FAIL", "bold red") if not ok else ("skip", "yellow")
-        with self.printing():
+        with self._printing():
             self._rows.row([*cells, word])
 
     # Doctor ---------------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyflash import arrays, host, plan
+from cupyflash import arrays, host, launch, plan
 from cupyflash.arrays import HOST, ArrayView
-from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
+from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from cupyflash.keywords import names_foreign_keywords
 from cupyflash.problem import ITEMSIZE, AttentionProblem, Causal, Operands, Window, dense, to_bshd
@@ -134,12 +134,17 @@ def attention(
         out_dtype=None if out_dtype is None else arrays.dtype_name(out_dtype),
         return_lse=return_lse,
     )
-    schedule = plan.forward(problem, _device(like.device_id))
+    device = query(like.device_id)
+    schedule = plan.forward(problem, device)
     shape = (*like.shape[:-1], problem.head_dim_v)
     result: ArrayView = views["out"] or arrays.empty(like, shape, problem.out_dtype, arrays.storage_order(like))
     lse_shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)[4 - len(shape) :]
     lse = arrays.empty(like, lse_shape, problem.lse_dtype) if return_lse else None
-    _run(schedule, problem, operands._replace(out=to_bshd(result, "out", layout, like)), lse)
+    operands = operands._replace(out=to_bshd(result, "out", layout, like))
+    if like.device_id == HOST:
+        _run_on_host(schedule, problem, operands, lse)
+    else:
+        launch.run(schedule, problem, operands, lse, device, like.device_id, arrays.stream_handle(like, stream))
     returned = out if out is not None else arrays.give_back(result, like)
     return returned if lse is None else AttentionResult(returned, arrays.give_back(lse, like))
 
@@ -180,7 +185,10 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
         raise ArgumentError(f"outs holds {len(outs)} arrays and lses {len(lses)}: they must be as many, and at least one")
     names = [f"outs[{n}]" for n in range(len(outs))] + [f"lses[{n}]" for n in range(len(lses))]
     views = _views(dict(zip(names, (*outs, *lses), strict=True)), {}, {"out": out, "lse_out": lse_out}, None)
-    _device(views["outs[0]"].device_id)
+    if views["outs[0]"].device_id != HOST:
+        raise UnsupportedError(
+            "merge_states has no kernel yet for arrays in GPU memory", ("cupy.asnumpy(x) and tensor.cpu() give arrays that work",)
+        )
     parts, weights = [views[n] for n in names[: len(outs)]], [views[n] for n in names[len(outs) :]]
     first = parts[0]
     if len(first.shape) not in (3, 4) or first.dtype not in ITEMSIZE:
@@ -281,7 +289,7 @@ def supports(
             out_dtype=out_dtype,
             return_lse=return_lse,
         )
-        schedule = plan.forward(problem, HOST_SPEC if device == "host" else _known_device(device))
+        schedule = plan.forward(problem, _known_device(device))
     except UnsupportedError as e:
         return Support(False, e.reason, e.alternatives)
     except CupyflashError as e:
@@ -295,32 +303,26 @@ def _views(inputs: dict[str, Any], options: dict[str, Any], outputs: dict[str, A
     given = inputs | {name: array for name, array in (options | outputs).items() if array is not None}
     views: dict[str, Any] = {name: arrays.view(array, name) for name, array in given.items()}
     arrays.check_together(views, stream)
+    like = next(iter(views.values()))
+    if like.device_id != HOST:
+        launch.check_cupy()
+        views |= {n: arrays.to_device(view, like) for n, view in views.items() if view.device_id == HOST}
     written = [name for name in outputs if name in views]
     for name in written:
         arrays.check_out(name, given[name], views[name], {n: view for n, view in views.items() if n != name})
     return dict.fromkeys((*options, *outputs)) | views
 
 
-def _device(device_id: int) -> DeviceSpec:
-    if device_id == HOST:
-        return HOST_SPEC
-    raise _NO_KERNELS
-
-
-_NO_KERNELS = UnsupportedError(
-    "arrays in GPU memory need the CUDA kernels, which this version does not have yet",
-    ("arrays in host memory work, as cupy.asnumpy(x) or tensor.cpu() gives them",),
-)
-
-
 def _known_device(name: str) -> DeviceSpec:
+    if name == "host":
+        return HOST_SPEC
     if name.removeprefix("sm_") not in KNOWN:
         known = ", ".join(f"'sm_{arch}'" for arch in KNOWN)
         raise DeviceError(f"device={name!r} is unknown: it is 'host' or one of {known}")
-    raise _NO_KERNELS
+    return KNOWN[name.removeprefix("sm_")]
 
 
-def _run(schedule: plan.Plan, problem: AttentionProblem, operands: Operands, lse: ArrayView | None) -> None:
+def _run_on_host(schedule: plan.Plan, problem: AttentionProblem, operands: Operands, lse: ArrayView | None) -> None:
     if schedule.steps:
         host_lse = None
         if lse is not None:

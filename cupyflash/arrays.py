@@ -8,6 +8,7 @@ read from the attributes of each library: a DLPack round trip costs 19-29 us a t
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -254,10 +255,24 @@ def check_together(views: dict[str, ArrayView], stream: Any = None) -> None:
             raise ArgumentError(
                 f"{name} is a {other.library} array and {first} a {base.library} one: a call takes arrays of one library ({which})"
             )
-        if other.device_id != base.device_id:
+        if other.device_id != base.device_id and not (name in VECTORS and other.library == "numpy"):
             raise DeviceError(f"{name} is {place(other)} and {first} {place(base)}: move one of them")
+        if other.device_id != HOST and other.ptr % _itemsize(other.dtype):
+            raise ShapeError(
+                f"{name} starts at address {other.ptr:#x}, inside an element of {other.dtype}, which a GPU cannot read: pass {name}.copy()"
+            )
     if stream is not None and base.device_id == HOST:
         raise DeviceError("stream= was given and the arrays are in host memory: streams belong to a GPU")
+
+
+def to_device(vector: ArrayView, like: ArrayView) -> ArrayView:
+    """A small host vector as an array of `like`'s library on its device, copied on the library's current stream."""
+    if like.library == "torch":
+        owner = sys.modules["torch"].from_numpy(np.ascontiguousarray(vector.owner)).to(like.owner.device, non_blocking=True)
+        return _view_torch(owner, "vector")
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(like.device_id):
+        return _view_cupy(cupy.asarray(vector.owner), "vector")
 
 
 def place(view: ArrayView) -> str:
@@ -302,6 +317,7 @@ def _shadow(view: ArrayView) -> Any:
     return np.asarray(_Shadow({"version": 3, "data": (view.ptr, True), "shape": view.shape, "strides": strides, "typestr": f"|V{size}"}))
 
 
+@functools.cache
 def _itemsize(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cupyflash.environment import cache_dir
+from cupyflash.errors import CompileError
 from cupyflash.params import FORWARD
 from cupyflash.variants import FwdConfig, Variant
 
@@ -37,7 +41,7 @@ def render(variant: Variant, arch: str) -> Unit:
     seen: set[Path] = set()
     primitives, kernels = source_root() / "primitives", source_root() / "kernels"
     parts = (_paste(primitives / "types.cuh", seen), _config(variant), _paste(kernels / f"{variant.family}.cu", seen), _checks(variant))
-    options = ("--std=c++17", "--ptxas-options=-v", f"-arch=sm_{arch}") if arch.endswith("a") else ("--std=c++17", "--ptxas-options=-v")
+    options = ("--std=c++17", f"-arch=sm_{arch}") if arch.endswith("a") else ("--std=c++17",)
     return Unit("\n".join(parts), options, variant.family)
 
 
@@ -102,27 +106,86 @@ def digest(unit: Unit) -> str:
     return hashlib.sha256("\0".join((unit.source, *unit.options, unit.entry)).encode()).hexdigest()[:16]
 
 
-def compile_cubin(unit: Unit, arch: str) -> tuple[bytes, str]:
-    """(cubin, log) by NVRTC itself: needs no GPU."""
+class Kernel(NamedTuple):
+    """A loaded kernel: the driver's handle, and the module that keeps it alive."""
+
+    handle: int
+    module: Any
+
+
+_kernels: dict[tuple[Variant, int], Kernel] = {}
+_locks: dict[tuple[Variant, int], threading.Lock] = {}
+_locks_lock = threading.Lock()
+
+
+def load(variant: Variant, arch: str, device_id: int) -> Kernel:
+    """The kernel on a device, which must be the current one: a dict hit, or compiled or read from CuPy's disk cache once a process."""
+    key = (variant, device_id)
+    kernel = _kernels.get(key)
+    if kernel is not None:
+        return kernel
+    with _locks_lock:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:  # two threads that ask for one kernel compile it once
+        if key not in _kernels:
+            _kernels[key] = _load(variant, arch)
+    return _kernels[key]
+
+
+def _load(variant: Variant, arch: str) -> Kernel:
+    import cupy
+    from cupy.cuda import nvrtc
+
+    unit = render(variant, arch)
+    try:
+        if arch.endswith("a") and nvrtc.getVersion() < (12, 9):
+            # CuPy adds its own -arch behind ours; before 12.9 NVRTC takes only one, so the cubin is compiled past CuPy.
+            module = cupy.RawModule(path=str(_cubin_file(unit, arch)))
+        else:
+            module = cupy.RawModule(code=unit.source, options=unit.options)
+        function = module.get_function(unit.entry)
+    except cupy.cuda.compiler.CompileException as e:
+        raise _compile_error(variant, unit, e.get_message()) from e
+    if variant.smem_bytes:
+        function.max_dynamic_shared_size_bytes = variant.smem_bytes
+    return Kernel(function.kernel.ptr, module)
+
+
+def _cubin_file(unit: Unit, arch: str) -> Path:
+    """The compiled unit as a file in the cache folder; its name is the digest of all that decides its bytes, so it is never rewritten."""
+    from cupy.cuda import nvrtc
+
+    folder = cache_dir()
+    file = folder / f"{digest(unit)}-{arch}-{'.'.join(map(str, nvrtc.getVersion()))}.cubin"
+    checksum = file.with_suffix(".sha256")
+    # The driver crashes on a truncated file (seen on an H200), so it is read only if its checksum fits.
+    if not (file.is_file() and checksum.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == checksum.read_text()):
+        cubin, _ = compile_cubin(unit, arch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for target, content in ((file, cubin), (checksum, hashlib.sha256(cubin).hexdigest().encode())):
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
+                part.write(content)
+            Path(part.name).replace(target)
+    return file
+
+
+def compile_cubin(unit: Unit, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """(cubin, log) by NVRTC itself, which needs no GPU; the options are those that CuPy would add."""
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(unit.source, f"{unit.entry}.cu", (), ())
-    options = tuple(o for o in unit.options if not o.startswith("-arch"))
+    ours = tuple(option for option in unit.options if not option.startswith("-arch"))
     try:
-        nvrtc.compileProgram(program, (*options, f"-arch=sm_{arch}", "-ftz=true", "--device-as-default-execution-space"))
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        nvrtc.compileProgram(program, (*ours, f"-arch=sm_{arch}", "-ftz=true", "--device-as-default-execution-space", *options))
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)  # getCUBIN drops the last byte of the ELF file
     except nvrtc.NVRTCError as e:
-        raise RuntimeError(nvrtc.getProgramLog(program)) from e
+        raise CompileError(nvrtc.getProgramLog(program)) from e
     finally:
         nvrtc.destroyProgram(program)
 
 
-def load(variant: Variant, arch: str) -> Any:
-    import cupy
-
-    unit = render(variant, arch)
-    module = cupy.RawModule(code=unit.source, options=unit.options)
-    kernel = module.get_function(unit.entry)
-    if variant.smem_bytes:
-        kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
-    return kernel
+def _compile_error(variant: Variant, unit: Unit, log: str) -> CompileError:
+    with tempfile.NamedTemporaryFile("w", prefix=f"{variant.family}-", suffix=".cu", delete=False) as source:
+        source.write(unit.source)
+    first = next((line for line in log.splitlines() if "error" in line), log.strip())
+    return CompileError(f"{variant.name} did not compile: {first} (source: {source.name}); please report it with cupyflash-bench doctor")

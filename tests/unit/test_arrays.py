@@ -256,10 +256,18 @@ def test_cupy_arrays_are_read_by_attributes_and_allocated_on_their_device(cupy: 
     assert arrays.stream_handle(like) == 101
 
 
-def test_device_arrays_say_that_the_kernels_are_not_there(cupy: Any) -> None:
-    x = FakeCupyArray(np.zeros((1, 3, 4, 8), np.float16))
-    with pytest.raises(UnsupportedError, match=r"need the CUDA kernels, which this version does not have yet; .*cupy.asnumpy"):
-        cupyflash.attention(x, x, x)
+def test_a_gpu_cannot_read_inside_an_element() -> None:
+    with pytest.raises(ShapeError, match="k starts at address 0x102, inside an element of float32"):
+        arrays.check_together({"q": view_of("cupy", 0), "k": view_of("cupy", 0)._replace(ptr=0x102)})
+
+
+def test_merge_states_has_no_kernel_yet(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupyflash import launch
+
+    monkeypatch.setattr(launch, "check_cupy", lambda: None)
+    out, lse = FakeCupyArray(np.zeros((1, 3, 4, 8), np.float16)), FakeCupyArray(np.zeros((1, 4, 3), F32))
+    with pytest.raises(UnsupportedError, match=r"merge_states has no kernel yet.*cupy.asnumpy"):
+        cupyflash.merge_states([out], [lse])
 
 
 def test_streams_in_anyones_words() -> None:

@@ -28,9 +28,9 @@ ALLOWED = {
     "environment": set(),
     "explain": {"plan"},
     "host": {"problem"},  # it computes what the problem says, so it reads its type
-    "jit": {"variants", "params"},
+    "jit": {"variants", "params", "environment"},  # environment: the cache folder
     "keywords": set(),
-    "launch": {"jit", "tensormap", "params", "plan"},
+    "launch": {"jit", "tensormap", "params", "plan", "problem", "device"},  # the last two for their types
     "params": {"problem"},  # the struct is filled from a problem
     "plan": {"problem", "variants", "device"},
     "problem": set(),

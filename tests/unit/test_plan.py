@@ -118,7 +118,8 @@ def test_supports_answers_with_the_reason_of_the_error() -> None:
     assert not answer
     assert answer.reason == "k has 4 heads and q has 6: num_heads_q must be a multiple of num_heads_kv"
     assert not cupyflash.supports(head_dim=64, dtype="int8")
-    assert not cupyflash.supports(head_dim=64, device="sm_90a")
+    assert cupyflash.supports(head_dim=64, device="sm_90a").reason.startswith("fwd_sm80__f16_d64__")
+    assert cupyflash.supports(head_dim=64, dtype="float32", device="sm_86").reason.startswith("fwd_simple__f32_d64__")
     assert "'host' or one of 'sm_80'" in cupyflash.supports(head_dim=64, device="tpu").reason
     with pytest.raises(TypeError, match=r"supports\(\) has no argument 'is_causal'"):
         cupyflash.supports(head_dim=64, is_causal=True)  # type: ignore[call-arg]

@@ -1,0 +1,29 @@
+"""Every test of known failures and of pairs of options, on the GPU, through CuPy and torch, for the chosen kernel and for fwd_simple."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit")]
+pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+
+from on_gpu import on_gpu  # noqa: E402, F401
+from test_known_failures import *  # noqa: E402, F403
+from test_pairs import *  # noqa: E402, F403
+
+from cupyflash import plan, variants  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, params=["chosen", "fwd_simple"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "fwd_simple":
+        monkeypatch.setattr(plan, "FORWARD", tuple(row for row in variants.FORWARD if row.family == "fwd_simple"))
+    plan.forward.cache_clear()
+    yield
+    plan.forward.cache_clear()
