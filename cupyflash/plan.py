@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import AttentionProblem
-from cupyflash.variants import FORWARD, MAX_HEAD_DIM, FwdConfig, Row, SimpleConfig, Variant
+from cupyflash.variants import FORWARD, MAX_HEAD_DIM, PLAIN, FwdConfig, Row, SimpleConfig, Variant
 
 
 class Step(NamedTuple):
@@ -50,6 +50,8 @@ def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:
         if p.dtype not in row.dtypes or max(p.head_dim, p.head_dim_v) > row.head_dim or device.capability < row.capability:
             continue
         variant = _variant(p, row)
+        if not (row.options or PLAIN.issuperset(variant.flags)):
+            continue
         if variant.smem_bytes <= device.smem_bytes:
             return variant, row.why
         too_big = too_big or f"; {variant.name} would need {variant.smem_bytes} bytes of shared memory and a block has {device.smem_bytes}"

@@ -5,8 +5,7 @@
 // Not here   tiles: every row reads all of its K and V again, so this is the fallback, not the fast path.
 #include "../primitives/row.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps)
-    fwd_simple(const __grid_constant__ cupyflash::ForwardParams p) {
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) fwd_simple(const __grid_constant__ cupyflash::ForwardParams p) {
   const long long row = static_cast<long long>(blockIdx.x) * Config::kWarps + threadIdx.x / 32;
   const long long head = row / p.seqlen_q;
   const int b = static_cast<int>(head / p.num_heads_q);

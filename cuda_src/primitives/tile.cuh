@@ -40,7 +40,7 @@ __device__ inline void load_tile(char* tile, const Element* global, long long st
       source += kRowsAPass * stride;
     }
   } else {
-#pragma unroll
+#pragma unroll(kUnaligned ? 1 : kPasses)  // eight loads a copy: unrolled they would take the registers of O
     for (int n = 0; n < kPasses; ++n) {
       const int copy = n * kThreads + threadIdx.x;
       if (kCopies % kThreads != 0 && copy >= kCopies) break;

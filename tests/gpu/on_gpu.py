@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,5 +74,10 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     if request.param == "torch":
         pytest.importorskip("torch")
     move = Move(request.param)
-    monkeypatch.setattr(cupyflash, "attention", move.attention)
-    return move.attention
+
+    @functools.wraps(host_attention)
+    def attention(*arrays: Any, **options: Any) -> Any:
+        return move.attention(*arrays, **options)
+
+    monkeypatch.setattr(cupyflash, "attention", attention)
+    return attention

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit")]
@@ -15,6 +16,7 @@ from on_gpu import on_gpu  # noqa: E402, F401
 from test_known_failures import *  # noqa: E402, F403
 from test_pairs import *  # noqa: E402, F403
 
+import cupyflash  # noqa: E402
 from cupyflash import plan, variants  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -27,3 +29,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     plan.forward.cache_clear()
     yield
     plan.forward.cache_clear()
+
+
+def test_kf_028_bytes_that_do_not_align() -> None:
+    """On a GPU an element must start at a multiple of its size."""
+    odd = np.frombuffer(bytes(1 + 5 * 8 * 4), np.uint8)[1:].view(np.float32).reshape(1, 5, 1, 8)
+    with pytest.raises(cupyflash.ShapeError, match=r"q starts at address .*, inside an element of float32.* pass q\.copy\(\)"):
+        cupyflash.attention(odd, odd, odd)

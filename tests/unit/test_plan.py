@@ -48,23 +48,30 @@ def test_accumulators_of_a_tiled_row_fit_the_registers(row: variants.Row) -> Non
     assert c.block_m % (16 * c.warps) == 0  # mma.sync m16n8k16
     assert c.block_n % 16 == 0
     rows = c.block_m // c.warps
-    assert rows * (c.block_n + row.head_dim) // 32 <= 192
+    assert rows * (c.block_n + row.head_dim) // 32 <= 200
 
 
 def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
     def tile(d: int, arch: str) -> str:
         return plan.forward(problem(head_dim=d, head_dim_v=d), KNOWN[arch]).steps[0].variant.name
 
-    assert tile(64, "80") == "fwd_sm80__bf16_d64__m128n64s2w4"
-    assert tile(33, "80") == "fwd_sm80__bf16_d48__m128n64s2w4"
-    assert tile(256, "90a") == "fwd_sm80__bf16_d256__m64n64s2w4"
+    assert tile(64, "80") == "fwd_sm80__bf16_d64__m128n128s2w4"
+    assert tile(33, "80") == "fwd_sm80__bf16_d48__m128n128s2w4"
+    assert tile(256, "90a") == "fwd_sm80__bf16_d256__m128n64s2w8"
     assert tile(256, "86") == "fwd_sm80__bf16_d256__m64n32s2w4"
+
+
+def test_options_take_the_rows_that_leave_room_for_them() -> None:
+    for options in ({"softcap": 2.0}, {"window_left": 3}, {"mask": True}, {"aligned16": False}):
+        config = plan.forward(problem(**options), KNOWN["90a"]).steps[0].variant.config
+        assert config == FwdConfig(64, 64, 2, 4)
+    assert plan.forward(problem(window_right=0, write_lse=True), KNOWN["90a"]).steps[0].variant.config == FwdConfig(128, 64, 2, 4)
 
 
 def test_names_hold_the_flags_that_change_the_code() -> None:
     p = problem(window_right=0, write_lse=True, sink="float32", softcap=3.0, bias="bfloat16", out_dtype="float32", aligned16=False)
     name = plan.forward(p, KNOWN["80"]).steps[0].variant.name
-    assert name == "fwd_sm80__bf16_d128__m128n64s2w4__bias_causal_lse_outfloat32_sinkf32_softcap_unaligned"
+    assert name == "fwd_sm80__bf16_d128__m64n64s2w4__bias_causal_lse_outfloat32_sinkf32_softcap_unaligned"
     assert "local" in plan.forward(problem(window_left=3), KNOWN["80"]).steps[0].variant.name
     assert "d192v128" in plan.forward(problem(head_dim=192), KNOWN["80"]).steps[0].variant.name
 
