@@ -237,14 +237,14 @@ def driver_release() -> str:
 
 
 def cuda_headers() -> str | None:
-    """The folder of cuda_fp16.h: of the nvidia-cuda-runtime wheel, else of a toolkit, in the order in which CuPy looks."""
+    """Where cuda_fp16.h is: in the nvidia-cuda-runtime wheel, else in a toolkit's folder, in the order in which CuPy looks."""
     for wheel in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
-            found = [file for file in metadata.files(wheel) or () if file.name == "cuda_fp16.h"]
+            found = any(file.name == "cuda_fp16.h" for file in metadata.files(wheel) or ())
         except metadata.PackageNotFoundError:
             continue
         if found:
-            return str(Path(str(found[0].locate())).parent)
+            return f"{wheel} {metadata.version(wheel)}"
     for root in (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), os.environ.get("CONDA_PREFIX"), "/usr/local/cuda"):
         for folder in ("include", "targets/x86_64-linux/include"):
             if root and (Path(root) / folder / "cuda_fp16.h").is_file():
