@@ -22,7 +22,6 @@ from .cases import DTYPES, Case, available_dtypes, check_suite, tour_suite
 from .machine import diagnose, environment
 from .peers import LATE, PEERS, Outcome, Peer, compare
 from .report import Report, console
-from .timing import host_ceilings
 
 GOOD, FAILED, USAGE, SETUP = 0, 1, 2, 3
 TOUR_S = 22.0  # a case that would not be over by then is left out: the tour promises half a minute, also on a slow machine
@@ -238,8 +237,7 @@ def run_timings(
     report: Report, cases: Sequence[Case], peers: Sequence[Peer], *, min_s: float, deadline: float | None = None
 ) -> list[tuple[Case, list[Outcome]]]:
     """Time the cases; print and record each as it is done."""
-    ceilings = host_ceilings()
-    report.start_timings(ceilings)
+    report.start_timings(peers[0].place.ceilings())
     outcomes = []
     too_much = math.inf  # FLOPs of the first case that the deadline dropped: another as large is not even tried
     with report.progress(len(cases)):

@@ -228,7 +228,7 @@ def nvrtc_wheel() -> str | None:
 
 
 def driver_release() -> str:
-    """ ", release 580.82.07" where Linux says so."""
+    """The driver's own number after a comma, as in ", release 580.82.07", where Linux says it."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text(encoding="ascii").split()
     except OSError:

@@ -20,7 +20,7 @@ class Peer:
     """One way to compute attention. Subclasses give `bind`, and whatever differs from an implementation on host arrays."""
 
     name = ""
-    timer: timing.Timer = staticmethod(timing.wall)
+    place: timing.Place = timing.HOST  # peers that are compared share one
 
     def why_not(self, case: Case) -> str | None:
         """Why this peer cannot run the case, or None."""
@@ -33,10 +33,6 @@ class Peer:
     def to_host(self, result: Any) -> tuple[Array, Array | None]:
         """out (B, Sq, Hq, Dv) and, if the case asked for it, lse (B, Hq, Sq)."""
         return np.asarray(result), None
-
-    def peak_bytes(self, call: Call) -> int | None:
-        """Memory of one call beyond its inputs, or None where it cannot be seen."""
-        return timing.peak_bytes(call)
 
 
 class CupyFlash(Peer):
@@ -126,7 +122,7 @@ def compare(case: Case, peers: Sequence[Peer] = PEERS, *, min_s: float = 0.3, de
             continue
         try:
             call = peer.bind(case, inputs)
-            first_ms, result = timing.first_call(call, peer.timer)
+            first_ms, result = timing.first_call(call, peer.place.timer)
         except NotImplementedError as error:
             outcomes[peer.name] = Outcome(peer.name, why_not=str(error))
             continue
@@ -140,14 +136,14 @@ def compare(case: Case, peers: Sequence[Peer] = PEERS, *, min_s: float = 0.3, de
     rounds = timing.MIN_ROUNDS + 2  # one of warm-up, those that count, one for memory
     once_s = sum(outcomes[name].first_ms or 0 for name in ready) / 1e3
     if deadline is not None and once_s * rounds > deadline - time.perf_counter():
-        once_s = sum(peer.timer(call).ms for peer, call in ready.values()) / 1e3  # a first call may be slow for reasons of its own
+        once_s = sum(peer.place.timer(call).ms for peer, call in ready.values()) / 1e3  # a first call may be slow for reasons of its own
         if once_s * rounds > deadline - time.perf_counter():
             return [outcome._replace(why_not=LATE) if outcome.peer in ready else outcome for outcome in outcomes.values()]
     if ready:
-        timer = next(iter(ready.values()))[0].timer
+        timer = next(iter(ready.values()))[0].place.timer
         timings = timing.measure({name: call for name, (_, call) in ready.items()}, timer, min_s=min_s, max_s=4 * min_s)
         for name, (peer, call) in ready.items():
             others = [timings[other].ms for other in timings if other != name]
             ratio = min(others) / timings[name].ms if others else None
-            outcomes[name] = outcomes[name]._replace(timing=timings[name], peak_bytes=peer.peak_bytes(call), ratio_to_best=ratio)
+            outcomes[name] = outcomes[name]._replace(timing=timings[name], peak_bytes=peer.place.peak_bytes(call), ratio_to_best=ratio)
     return list(outcomes.values())

@@ -261,7 +261,7 @@ class Report:
     # Check ----------------------------------------------------------------------------------------------------------------------
 
     def start_checks(self, dtypes: Iterable[str]) -> None:
-        self.say("Host arrays: largest |out - ref| / (1 + |ref|) against float64")
+        self.say("Host arrays: max |out - ref| / (1 + |ref|), ref in float64")
         if self.table.width >= WIDE:
             self.say("LSE: the largest share of its limit, which is 1e-4 + 2e-6 |LSE|\n")
         self._dtypes = tuple(dtypes)

@@ -123,3 +123,14 @@ def host_ceilings() -> Ceilings:
     big = np.ones(1 << 25, np.float32)
     matmul, read = measure({"matmul": lambda: np.matmul(a, b, out=out), "read": lambda: np.dot(big, big)}, min_s=0.1, max_s=0.2).values()
     return Ceilings(2 * 1024**3 / matmul.ms * 1e3, big.nbytes / read.ms * 1e3)
+
+
+class Place(NamedTuple):
+    """Where arrays live, and with it how a call on them is timed, what it can reach, and how its memory is seen."""
+
+    timer: Timer
+    ceilings: Callable[[], Ceilings]
+    peak_bytes: Callable[[Call], int]
+
+
+HOST = Place(wall, host_ceilings, peak_bytes)

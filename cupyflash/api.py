@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyflash import arrays, host, launch, plan
+from cupyflash import arrays, host, launch, params, plan
 from cupyflash.arrays import HOST, ArrayView
 from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
@@ -124,29 +125,72 @@ def attention(
         stream,
     )
     like: ArrayView = views["q"]
+    shapes = Operands(**{name: view and view._replace(ptr=view.ptr % 16, owner=None) for name, view in views.items()})
+    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    dtype = None if out_dtype is None else arrays.dtype_name(out_dtype)
+    options = (layout, causal, window, softmax_scale, softcap, dtype, return_lse)
+    try:
+        call = _prepare(shapes, *options)
+    except TypeError as e:
+        if isinstance(e, CupyflashError):
+            raise
+        call = _prepare.__wrapped__(shapes, *options)  # an option that cannot be hashed is a wrong one: let the check name it
+    result: ArrayView = views["out"] or arrays.empty(like, call.out_shape, call.problem.out_dtype, call.out_order)
+    lse = arrays.empty(like, call.lse_shape, call.problem.lse_dtype) if return_lse else None
+    views["out"] = result
+    if like.device_id == HOST:
+        _run_on_host(call, views, lse)
+    else:
+        pointers = params.pointers(Operands(**views), lse)
+        launch.run(call.plan, pointers, call.numbers, call.device, like.device_id, arrays.stream_handle(like, stream))
+    returned = out if out is not None else arrays.give_back(result, like)
+    return returned if lse is None else AttentionResult(returned, arrays.give_back(lse, like))
+
+
+class _Call(NamedTuple):
+    """All that calls of the same shapes, strides, dtypes and options share."""
+
+    problem: AttentionProblem
+    operands: Operands  # without addresses
+    plan: plan.Plan
+    device: DeviceSpec
+    out_shape: tuple[int, ...]
+    out_order: tuple[int, ...] | None
+    lse_shape: tuple[int, ...]
+    numbers: bytes
+    layout: str
+
+
+@functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is not True to `causal`
+def _prepare(
+    views: Operands,
+    layout: str,
+    causal: Causal,
+    window_size: Window | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    out_dtype: str | None,
+    return_lse: bool,
+) -> _Call:
+    """Check and plan a call; cached, since a model makes the same calls over and over. The views carry no address but its alignment."""
     problem, operands = dense(
-        Operands(**views),
+        views,
         layout=layout,
         causal=causal,
         window_size=window_size,
         softmax_scale=softmax_scale,
         softcap=softcap,
-        out_dtype=None if out_dtype is None else arrays.dtype_name(out_dtype),
+        out_dtype=out_dtype,
         return_lse=return_lse,
     )
-    device = query(like.device_id)
+    device = query(views.q.device_id)
     schedule = plan.forward(problem, device)
-    shape = (*like.shape[:-1], problem.head_dim_v)
-    result: ArrayView = views["out"] or arrays.empty(like, shape, problem.out_dtype, arrays.storage_order(like))
+    shape, order = (*views.q.shape[:-1], problem.head_dim_v), arrays.storage_order(views.q)
+    if operands.out is None:
+        fresh = views.q._replace(shape=shape, strides=arrays.strides_of(shape, order))
+        operands = operands._replace(out=to_bshd(fresh, "out", layout, views.q))
     lse_shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)[4 - len(shape) :]
-    lse = arrays.empty(like, lse_shape, problem.lse_dtype) if return_lse else None
-    operands = operands._replace(out=to_bshd(result, "out", layout, like))
-    if like.device_id == HOST:
-        _run_on_host(schedule, problem, operands, lse)
-    else:
-        launch.run(schedule, problem, operands, lse, device, like.device_id, arrays.stream_handle(like, stream))
-    returned = out if out is not None else arrays.give_back(result, like)
-    return returned if lse is None else AttentionResult(returned, arrays.give_back(lse, like))
+    return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), layout)
 
 
 @names_foreign_keywords
@@ -322,12 +366,15 @@ def _known_device(name: str) -> DeviceSpec:
     return KNOWN[name.removeprefix("sm_")]
 
 
-def _run_on_host(schedule: plan.Plan, problem: AttentionProblem, operands: Operands, lse: ArrayView | None) -> None:
-    if schedule.steps:
-        host_lse = None
-        if lse is not None:
-            host_lse = arrays.on_host(lse).reshape(problem.batch, problem.num_heads_q, problem.seqlen_q)
-        host.attention(problem, Operands(*(None if view is None else arrays.on_host(view) for view in operands)), host_lse)
+def _run_on_host(call: _Call, views: dict[str, Any], lse: ArrayView | None) -> None:
+    if call.plan.steps:
+        p = call.problem
+        prepared = call.operands._asdict()
+        if views["out"].library == "jax":  # its result is computed in compact NumPy memory, whatever q's strides are
+            prepared["out"] = to_bshd(views["out"], "out", call.layout, views["q"])
+        given = (view and prepared[name]._replace(ptr=view.ptr, owner=view.owner) for name, view in views.items())
+        operands = Operands(**{name: None if view is None else arrays.on_host(view) for name, view in zip(views, given, strict=True)})
+        host.attention(p, operands, None if lse is None else arrays.on_host(lse).reshape(p.batch, p.num_heads_q, p.seqlen_q))
 
 
 def _shape_only(shape: tuple[int, ...], dtype: str) -> ArrayView:

@@ -107,12 +107,18 @@ def _view_torch(tensor: Any, name: str) -> ArrayView:
             f"{name} requires grad, and gradients through torch are not built yet: a result without them would lose them silently",
             (f"pass {name}.detach(), or call inside torch.no_grad()",),
         )
-    device = tensor.device
-    if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"{name} is on the torch device {str(device)!r}: it must be on 'cpu' or 'cuda'")
-    device_id = HOST if device.type == "cpu" else device.index
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return ArrayView(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device_id, "torch", tensor)
+    if tensor.is_cuda:
+        device_id = tensor.get_device()
+    elif tensor.is_cpu:
+        device_id = HOST
+    else:
+        raise DeviceError(f"{name} is on the torch device {str(tensor.device)!r}: it must be on 'cpu' or 'cuda'")
+    return ArrayView(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), _torch_name(tensor.dtype), device_id, "torch", tensor)
+
+
+@functools.cache
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _view_jax(array: Any, name: str) -> ArrayView:
@@ -223,7 +229,7 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str):
         return dtype
     if type(dtype).__module__ == "torch":
-        return str(dtype).removeprefix("torch.")
+        return _torch_name(dtype)
     try:
         return _name_of(np.dtype(dtype))
     except TypeError:
@@ -328,27 +334,33 @@ def _itemsize(dtype: str) -> int:
 def empty(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None) -> ArrayView:
     """An uninitialised array in `like`'s library and place; `order` lists the axes from the slowest in memory to the fastest."""
     axes = order or tuple(range(len(shape)))
-    strides = [0] * len(shape)
-    step = 1
-    for axis in reversed(axes):
-        strides[axis] = step
-        step *= max(shape[axis], 1)
+    strides = strides_of(shape, order)
     if like.library == "torch":
         torch = sys.modules["torch"]
         owner = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=like.owner.device)
-        return ArrayView(owner.data_ptr(), shape, tuple(strides), dtype, like.device_id, "torch", owner)
+        return ArrayView(owner.data_ptr(), shape, strides, dtype, like.device_id, "torch", owner)
     stored = tuple(shape[a] for a in axes)
     back = tuple(axes.index(a) for a in range(len(axes)))
     if like.library == "cupy":
         cupy = sys.modules["cupy"]
         with cupy.cuda.Device(like.device_id):
             owner = cupy.empty(stored, dtype=_numpy_dtype(dtype)).transpose(back)
-        return ArrayView(owner.data.ptr, shape, tuple(strides), dtype, like.device_id, "cupy", owner)
+        return ArrayView(owner.data.ptr, shape, strides, dtype, like.device_id, "cupy", owner)
     # A JAX array cannot be written: its result is computed in NumPy memory, compact, and becomes JAX's in give_back.
     if like.library == "jax":
         _check_jax_dtype(dtype)
         stored, back = shape, tuple(range(len(shape)))
     return _view_numpy(np.empty(stored, dtype=_numpy_dtype(dtype)).transpose(back), "out")._replace(library=like.library)
+
+
+def strides_of(shape: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Strides in elements of a dense array whose axes lie in memory in this order; None is C order."""
+    strides = [0] * len(shape)
+    step = 1
+    for axis in reversed(order or range(len(shape))):
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    return tuple(strides)
 
 
 def storage_order(view: ArrayView) -> tuple[int, ...] | None:

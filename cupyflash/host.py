@@ -1,7 +1,7 @@
 """Attention for arrays in host memory: FlashAttention's tiled online softmax (arXiv 2307.08691, algorithm 1) on NumPy and its BLAS.
 
-One tile of scores exists at a time in each thread, so extra memory does not grow with Sq x Sk, and a tile of 1 MB stays in a core's
-caches where the three-step formula streams its whole score matrix through memory four times. Arithmetic is float32, float64 for float64
+One tile of scores exists at a time in each thread, so extra memory does not grow with Sq x Sk, and a tile of 512 kB stays in a core's
+L2 where the three-step formula streams its whole score matrix through memory four times. Arithmetic is float32, float64 for float64
 inputs.
 
 Threads take tiles, each with a BLAS of one thread: NumPy's own functions use one core only, and a BLAS that splits products of this size
@@ -31,8 +31,8 @@ from cupyflash.problem import AttentionProblem, Operands
 Array = np.ndarray[Any, Any]
 _log = logging.getLogger("cupyflash")
 
-# Scores in one tile, and keys in it at most; measured in bench/NOTES.md. 16 threads of 1 MB tiles stay far below 64 MB.
-_TILE = 1 << 18
+# Scores in one tile, and keys in it at most; measured in bench/NOTES.md. 16 threads of 512 kB tiles stay far below 64 MB.
+_TILE = 1 << 17
 _BLOCK_N = 256
 _MAX_THREADS = 16
 _SERIAL = 1 << 20  # below so many scores in all a call takes 2 ms or less, and starting threads is not worth it

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from typing import Any
 
 from cupyflash import jit
 from cupyflash.device import DeviceSpec
 from cupyflash.errors import LaunchError, SetupError, StateError
-from cupyflash.params import FORWARD, pack_forward
+from cupyflash.params import FORWARD, POINTERS
 from cupyflash.plan import Plan
-from cupyflash.problem import AttentionProblem, Operands
 
 
 class _Scratch(threading.local):
@@ -22,6 +20,7 @@ class _Scratch(threading.local):
         self.buffer = (ctypes.c_char * FORWARD.size)()
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self.pointers)
+        self.numbers = ctypes.addressof(self.buffer) + POINTERS.size
         self.ready: set[int] = set()
 
 
@@ -29,8 +28,11 @@ _scratch = _Scratch()
 _first_process: int | None = None
 
 
-def run(plan: Plan, problem: AttentionProblem, operands: Operands, lse: Any, spec: DeviceSpec, device_id: int, stream: int) -> None:
-    """Queue the plan's kernels on `stream` of the device; the caller's current device is left as it was."""
+def run(plan: Plan, pointers: tuple[int, ...], numbers: bytes, spec: DeviceSpec, device_id: int, stream: int) -> None:
+    """Queue the plan's kernels on `stream` of the device; the caller's current device is left as it was.
+
+    `pointers` and `numbers` are the two parts of the parameter struct, as params.py makes them.
+    """
     from cupy.cuda import driver, runtime
 
     _check_process()
@@ -43,7 +45,8 @@ def run(plan: Plan, problem: AttentionProblem, operands: Operands, lse: Any, spe
         for step in plan.steps:
             variant = step.variant
             kernel = jit.load(variant, spec.arch, device_id)
-            pack_forward(scratch.buffer, problem, operands, lse)
+            POINTERS.pack_into(scratch.buffer, 0, *pointers)
+            ctypes.memmove(scratch.numbers, numbers, len(numbers))
             try:
                 driver.launchKernel(kernel.handle, *step.grid, variant.threads, 1, 1, variant.smem_bytes, stream, scratch.address, 0)
             except driver.CUDADriverError as e:

@@ -27,18 +27,24 @@ FORWARD_FIELDS = (
     *((name, "f") for name in ("softmax_scale_log2", "softcap_log2")),
 )
 FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
+POINTERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if code == "Q"))  # the first fields; the rest is NUMBERS
+_NUMBERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if code != "Q"))
 
 UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
 
 
-def pack_forward(buffer: Any, p: AttentionProblem, a: Operands, lse: Any) -> None:
-    """Write one forward call into a writable buffer of FORWARD.size bytes; operands have the axis order of Operands."""
+def pointers(a: Operands, lse: Any) -> tuple[int, ...]:
+    """The addresses of one call, in the order of the struct; 0 for what is not used."""
+    return tuple(
+        0 if view is None else view.ptr
+        for view in (a.q, a.k, a.v, a.out, lse, a.bias, a.mask, a.alibi_slopes, a.sink, a.seqused_q, a.seqused_k)
+    )
+
+
+def numbers(p: AttentionProblem, a: Operands) -> bytes:
+    """All that follows the pointers: the same for every call of the same shapes, strides and options."""
     softcap = p.softcap or 0.0
-    FORWARD.pack_into(
-        buffer,
-        0,
-        *(view.ptr if view is not None else 0 for view in (a.q, a.k, a.v, a.out, lse)),
-        *(view.ptr if view is not None else 0 for view in (a.bias, a.mask, a.alibi_slopes, a.sink, a.seqused_q, a.seqused_k)),
+    return _NUMBERS.pack(
         *a.q.strides[:3],
         *a.k.strides[:3],
         *a.v.strides[:3],

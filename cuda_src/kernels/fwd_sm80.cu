@@ -164,20 +164,19 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, cons
       sum += __shfl_xor_sync(kWarp, sum, 2);
       const bool used = i < w.s.used_q;
       const bool empty = state.reference[m][r] == -infinity(0.0f);
-      const float scale = used && !empty ? 1.0f / sum : 0.0f;
-      float largest = 0;  // of |O|; fmax drops NaN, so that is looked for in a sum
-      float total = 0;
+      const bool live = used && !empty;
+      const float scale = 1.0f / sum;
+      float total = 0;  // NaN if an element of O is not finite
 #pragma unroll
       for (int n = 0; n < C::kHeadDimV / 8; ++n) {
         const int column = 8 * n + 2 * (lane % 4);
         const float low = rO[m][n][2 * r], high = rO[m][n][2 * r + 1];
-        largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
-        total += low * 0.0f + high * 0.0f;  // NaN if one is not finite
+        total += low * 0.0f + high * 0.0f;
         if (i < p.seqlen_q) {
           Out* target = gO + i * p.out_stride_seq + column;
           Out pair[2];
-          narrow(low * scale, pair[0]);
-          narrow(high * scale, pair[1]);
+          narrow(live ? low * scale : 0.0f, pair[0]);
+          narrow(live ? high * scale : 0.0f, pair[1]);
           if (!C::kUnaligned && column + 1 < p.head_dim_v) {
             *reinterpret_cast<PairOf<sizeof(Out)>*>(target) = *reinterpret_cast<PairOf<sizeof(Out)>*>(pair);
           } else {
@@ -187,7 +186,7 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, cons
         }
       }
       if constexpr (C::kWriteLse) {
-        const float lse = used && !empty ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
+        const float lse = live ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
         if (lane % 4 == 0 && i < p.seqlen_q) {
           static_cast<float*>(p.lse)[(static_cast<long long>(w.b) * p.num_heads_q + w.h) * p.seqlen_q + i] = lse;
         }

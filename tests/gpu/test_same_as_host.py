@@ -36,3 +36,12 @@ def test_kf_028_bytes_that_do_not_align() -> None:
     odd = np.frombuffer(bytes(1 + 5 * 8 * 4), np.uint8)[1:].view(np.float32).reshape(1, 5, 1, 8)
     with pytest.raises(cupyflash.ShapeError, match=r"q starts at address .*, inside an element of float32.* pass q\.copy\(\)"):
         cupyflash.attention(odd, odd, odd)
+
+
+def test_kf_063_a_failed_computation_raises_and_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.ones((1, 8, 2, 8), np.float16)
+    with monkeypatch.context() as patch:
+        patch.setattr(variants.Variant, "threads", 2048)  # more than a block can have
+        with pytest.raises(cupyflash.LaunchError, match=r"the driver refused fwd_.* on a grid of"):
+            cupyflash.attention(x, x, x)
+    np.testing.assert_array_equal(cupyflash.attention(x, x, x), x)  # and the process goes on

@@ -38,7 +38,7 @@ def small(monkeypatch):
     suite = {"plain": (replace(SMALL, return_lse=True),), "sink": (replace(SMALL, extras=("sink",), return_lse=True),)}
     monkeypatch.setattr(cli, "tour_suite", lambda: (SMALL, DECODE))
     monkeypatch.setattr(cli, "check_suite", lambda full: suite)
-    monkeypatch.setattr(cli, "host_ceilings", lambda: timing.Ceilings(1e11, 1e10))
+    monkeypatch.setattr(peers.Peer, "place", timing.HOST._replace(ceilings=lambda: timing.Ceilings(1e11, 1e10)))
     monkeypatch.setattr(timing, "WARM_UP_S", 0.0)
     measure = timing.measure
     monkeypatch.setattr(timing, "measure", lambda calls, timer, min_s, max_s: measure(calls, timer, min_s=0, max_s=0, warm_up_s=0))

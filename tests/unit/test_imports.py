@@ -22,7 +22,7 @@ BENCH = ROOT / "bench"
 # Who may import whom inside cupyflash; `errors` and `_version` are open to all and import nothing.
 ALLOWED = {
     "__init__": {"api", "environment", "reference"},
-    "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords"},  # device: the spec that a plan is asked for
+    "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params"},  # device, params: what a cached call holds
     "arrays": set(),
     "device": set(),
     "environment": set(),
@@ -30,7 +30,7 @@ ALLOWED = {
     "host": {"problem"},  # it computes what the problem says, so it reads its type
     "jit": {"variants", "params", "environment"},  # environment: the cache folder
     "keywords": set(),
-    "launch": {"jit", "tensormap", "params", "plan", "problem", "device"},  # the last two for their types
+    "launch": {"jit", "tensormap", "params", "plan", "device"},  # device: its type
     "params": {"problem"},  # the struct is filled from a problem
     "plan": {"problem", "variants", "device"},
     "problem": set(),

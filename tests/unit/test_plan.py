@@ -169,8 +169,7 @@ def test_a_packed_call_holds_each_value_under_its_name() -> None:
         fake(1, 10, 11, 12, 1), fake(2, 20, 21, 22, 1), fake(3, 30, 31, 32, 1), fake(4, 40, 41, 42, 1), mask=fake(7, 0, 0, 70, 71)
     )
     p = problem(window_right=0, softcap=2.0, mask=True)
-    buffer = bytearray(params.FORWARD.size)
-    params.pack_forward(buffer, p, operands, None)
+    buffer = params.POINTERS.pack(*params.pointers(operands, None)) + params.numbers(p, operands)
     packed = dict(zip((name for name, _ in params.FORWARD_FIELDS), params.FORWARD.unpack(buffer), strict=True))
     assert (packed["q"], packed["k"], packed["v"], packed["out"], packed["lse"], packed["bias"], packed["mask"]) == (1, 2, 3, 4, 0, 0, 7)
     assert [packed[f"{name}_stride_seq"] for name in ("q", "k", "v", "out")] == [11, 21, 31, 41]

@@ -59,6 +59,7 @@ CASES: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ArgumentError, r"causal='topleft' is unknown: it is True, False, 'bottom_right'.*'top_left'", {"causal": "topleft"}),
     (ArgumentError, r"causal=2 is unknown", {"causal": 2}),
     (ArgumentError, r"layout='hsbd' is unknown: it is one of 'bshd', 'bhsd', 'sbhd'", {"layout": "hsbd"}),
+    (ArgumentError, r"softcap is a ndarray: it must be a float", {"softcap": np.ones(3)}),
     (ArgumentError, r"softmax_scale is a str: it must be a float", {"softmax_scale": "0.1"}),
     (ArgumentError, r"q is a builtins.list: it must be a CuPy, PyTorch, JAX or NumPy array.*numpy.asarray\(q\)", {"q": [[1.0]]}),
     (ArgumentError, r"k is a builtins.NoneType", {"k": None, "v": (2, 7, 2, 8)}),
@@ -78,6 +79,13 @@ def test_error_names_the_argument_and_the_way_out(error: type[Exception], messag
     assert "\n" not in str(caught.value)
     if out is not None:
         np.testing.assert_array_equal(out, before)
+
+
+def test_a_wrong_option_is_refused_also_after_a_right_one_that_equals_it() -> None:
+    """Calls are cached by their arguments, and 1 == True."""
+    call(causal=True)
+    with pytest.raises(ArgumentError, match="causal=1 is unknown"):
+        call(causal=1)
 
 
 def test_errors_are_the_builtins_a_numpy_user_catches() -> None:
