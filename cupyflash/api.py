@@ -187,7 +187,7 @@ def _prepare(
     schedule = plan.forward(problem, device)
     shape, order = (*views.q.shape[:-1], problem.head_dim_v), arrays.storage_order(views.q)
     if operands.out is None:
-        fresh = views.q._replace(shape=shape, strides=arrays.strides_of(shape, order))
+        fresh = views.q._replace(shape=shape, strides=arrays.strides_of(shape, order), dtype=problem.out_dtype)
         operands = operands._replace(out=to_bshd(fresh, "out", layout, views.q))
     lse_shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)[4 - len(shape) :]
     return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), layout)
@@ -214,7 +214,8 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
 
     Raises
     ------
-    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`.
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`. Arrays in GPU memory have no kernel for this
+        yet and are an UnsupportedError.
 
     Examples
     --------

@@ -353,6 +353,7 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int,
     return _view_numpy(np.empty(stored, dtype=_numpy_dtype(dtype)).transpose(back), "out")._replace(library=like.library)
 
 
+@functools.lru_cache(maxsize=1024)
 def strides_of(shape: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[int, ...]:
     """Strides in elements of a dense array whose axes lie in memory in this order; None is C order."""
     strides = [0] * len(shape)
