@@ -1,18 +1,17 @@
 // fwd_sm80.cu: attention forward by cp.async and mma.sync, for fp16 and bf16 on sm_80 and newer. Read it after fwd_simple.cu.
 //
 // Algorithm  FlashAttention-2 (arXiv 2307.08691, algorithm 1): the query block stays, the key blocks pass by. Scores are in log2 units:
-//            P = exp2(S * scale_log2 - reference), where reference is the row maximum in those units. Row sums are reduced across lanes
-//            once, at the end.
+//            P = exp2(S * scale_log2 - reference), where reference is the row maximum in those units as it was when a score last passed
+//            it by kGrowth. Row sums are reduced across lanes once, at the end.
 // Work       One block computes kBlockM rows of one head, the last row blocks of a head first: under a causal mask they are the longest.
-//            Under packing (kPacked) the rows are the query heads of a group, so K and V are read once for all of them: row r is query
-//            r / group of head r % group.
 // Walk       From the last visible key block down to the first; the diagonal and the tail are masked and come first, the left edge of a
 //            window last, and between them the unmasked step runs.
 // Threads    kWarps warps, each with kBlockM / kWarps rows (16 or 32) of S and O in registers.
 // Smem       sQ, then kStages tiles of K and of V: the copy of block j-1 is queued before block j is multiplied.
 // Edges      Rows past Sq are computed and not stored. A row that sees no key gives O = 0 and LSE = -inf.
-// Way out    A row whose result is not finite, or whose logits are so large that float32 steps in log2 units exceed 1/4 (|reference| >
-//            2^22), is computed again by attend_row: there an invisible NaN of V cannot enter, and scores are subtracted before scaling.
+// Way out    A row whose result is not finite, or whose logits are so large that rounding a reference moves P by more than 2^(1/4)
+//            (|reference| > 2^22), is computed again by attend_row: there an invisible NaN of V cannot enter, and scores are
+//            subtracted before they are scaled.
 #include "../primitives/mma.cuh"
 #include "../primitives/row.cuh"
 

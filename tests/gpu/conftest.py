@@ -6,6 +6,7 @@ import collections
 import datetime
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ _outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collect
 
 
 def digest() -> str:
-    """Of every byte that decides what runs on a GPU: the CUDA sources, and the modules that choose, compile and launch."""
-    files = sorted((ROOT / "cuda_src").rglob("*.cu*")) + [ROOT / "cupyflash" / f"{name}.py" for name in HOST_SIDE]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    """Of all that decides what runs on a GPU: the CUDA sources without their comments, and the modules that choose, compile and launch."""
+    cuda = sorted((ROOT / "cuda_src").rglob("*.cu*"))
+    code = [" ".join(re.sub(r"//.*", "", file.read_text()).split()) for file in cuda]
+    host = [(ROOT / "cupyflash" / f"{name}.py").read_text() for name in HOST_SIDE]
+    return hashlib.sha256("\0".join(code + host).encode()).hexdigest()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
