@@ -5,7 +5,7 @@ L2 where the three-step formula streams its whole score matrix through memory fo
 inputs.
 
 Threads take tiles, each with a BLAS of one thread: NumPy's own functions use one core only, and a BLAS that splits products of this size
-over its threads waits for the slowest of them 4000 times a call (17 times slower on a machine with other work). bench/NOTES.md has the
+over its threads waits for the slowest of them 4000 times a call (5 to 18 times slower on a machine with other work). bench/NOTES.md has the
 numbers. Every element of the result is computed by one thread.
 
 A tile is `batch x kv heads x (group x query rows) x keys`: the query heads of a group share their keys, so they are rows of one matrix

@@ -19,7 +19,7 @@ import cupyflash
 from cupyflash import reference
 
 B = 2
-BLOCK = 512  # keys that the host path takes at once: 641 is more than one block, and prime
+BLOCK = 512  # two of the blocks of 256 keys that the host path takes: 641 is more, and prime
 
 OPTIONS = {
     "dtype": ("float16", "bfloat16", "float32", "float64"),
