@@ -5,7 +5,7 @@
 
 from cupyflash import reference
 from cupyflash._version import __version__
-from cupyflash.api import AttentionResult, Support, attention, merge_states, supports
+from cupyflash.api import AttentionResult, Report, Support, attention, merge_states, supports, warmup
 from cupyflash.environment import show_config
 from cupyflash.errors import (
     ArgumentError,
@@ -28,6 +28,7 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "LaunchError",
+    "Report",
     "SetupError",
     "ShapeError",
     "StateError",
@@ -39,4 +40,5 @@ __all__ = [
     "reference",
     "show_config",
     "supports",
+    "warmup",
 ]

@@ -7,12 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyflash import arrays, host, launch, params, plan
+from cupyflash import arrays, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, ArrayView
-from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec, query
+from cupyflash.device import HOST_SPEC, DeviceSpec, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from cupyflash.keywords import names_foreign_keywords
 from cupyflash.problem import ITEMSIZE, AttentionProblem, Causal, Operands, Window, dense, to_bshd
+from cupyflash.variants import Variant
 
 
 class AttentionResult(NamedTuple):
@@ -24,11 +25,12 @@ class AttentionResult(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The answer of `supports`, true where `ok`: the variant that would run and why, or why none does and what does work."""
+    """The answer of `supports`, true where `ok`: the variants that would run and why, or why none does and what does work."""
 
     ok: bool
     reason: str
     alternatives: tuple[str, ...] = ()
+    variants: tuple[Variant, ...] = ()
 
     def __bool__(self) -> bool:
         return self.ok
@@ -292,13 +294,13 @@ def supports(
     head_dim, head_dim_v, batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv : sizes; head_dim_v, seqlen_k and num_heads_kv are by
         default those of q.
     dtype, out_dtype : names, as "bfloat16".
-    device : "host", or an architecture as "sm_80", "sm_90a".
+    device : "host", "cuda" for the current GPU, or an architecture as "sm_80", "sm_90a".
     bias, mask, alibi_slopes, sink, seqused_q, seqused_k : whether the call has such an array.
     causal, window_size, softmax_scale, softcap, return_lse : as in `attention`.
 
     Returns
     -------
-    Support(ok, reason, alternatives), true where ok.
+    Support(ok, reason, alternatives, variants), true where ok.
 
     Raises
     ------
@@ -334,13 +336,73 @@ def supports(
             out_dtype=out_dtype,
             return_lse=return_lse,
         )
-        schedule = plan.forward(problem, _known_device(device))
+        schedule = plan.forward(problem, named(device))
     except UnsupportedError as e:
         return Support(False, e.reason, e.alternatives)
     except CupyflashError as e:
         return Support(False, str(e))
     step = schedule.steps[0] if schedule.steps else None
-    return Support(True, f"{step.variant.name}: {step.why}" if step else "nothing is to be computed")
+    variants = tuple(step.variant for step in schedule.steps)
+    return Support(True, f"{step.variant.name}: {step.why}" if step else "nothing is to be computed", (), variants)
+
+
+class Report(NamedTuple):
+    """One kernel of a `warmup`: whether its file was there before, and where it lies; None is in memory only."""
+
+    variant: str
+    arch: str
+    seconds: float
+    cached: bool
+    path: str | None
+
+
+@names_foreign_keywords
+def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str | None = None) -> list[Report]:
+    """Compile ahead what calls of `attention` will need: for the current GPU, or for another one on a machine without any.
+
+    A kernel is compiled at the first call that needs it, which takes up to some seconds and raises StateError inside a stream capture.
+    This compiles on all cores, into files of the cache folder that every later process reads; for the current GPU it also loads them.
+    The folder is CUPYFLASH_CACHE_DIR, else CuPy's own: copy it to where calls are made. A file serves the NVRTC version that wrote it, so
+    have the same one there; another one compiles again.
+
+    Parameters
+    ----------
+    problems : the calls, each a dict of keywords as `supports` takes them, or one such dict. Lengths, batch and number of heads do not
+        matter. Arrays are taken as contiguous, a bias as of q's dtype and a sink as float32: rows that do not start at multiples of 16
+        bytes, and other dtypes of these two, are other kernels.
+    arch : None for the current GPU, else an architecture as "sm_80", "sm_90a".
+
+    Returns
+    -------
+    A list of Report(variant, arch, seconds, cached, path), one a kernel.
+
+    Raises
+    ------
+    UnsupportedError : for a call that `supports` refuses, with its reason. ArgumentError : for an unknown keyword.
+    DeviceError : without a GPU where arch is None, or for an unknown arch. SetupError : without CuPy or NVRTC.
+
+    Examples
+    --------
+    >>> import cupyflash
+    >>> calls = [dict(head_dim=64, dtype=dtype, causal=True) for dtype in ("float16", "bfloat16")]
+    >>> [report.variant for report in cupyflash.warmup(calls, arch="sm_80")]  # needs CuPy and NVRTC, and no GPU
+    ['fwd_sm80__f16_d64__m128n128s2w4__causal', 'fwd_sm80__bf16_d64__m128n128s2w4__causal']
+    """
+    device_id = current() if arch is None else None
+    name = arch or "cuda"
+    if (spec := named(name)) is HOST_SPEC:
+        raise DeviceError("arch='host' has nothing to compile: it is an architecture as 'sm_90a', or None for the current GPU")
+    variants: dict[Variant, None] = {}
+    for problem in [problems] if isinstance(problems, dict) else problems:
+        answer = supports(**{**problem, "device": name})
+        if not answer:
+            raise UnsupportedError(answer.reason, answer.alternatives)
+        variants |= dict.fromkeys(answer.variants)
+    cubins = jit.build_all(list(variants), spec.arch, device_id)
+    return [
+        Report(variant.name, f"sm_{spec.arch}", cubin.seconds, cubin.cached, str(cubin.path) if cubin.path else None)
+        for variant, cubin in zip(variants, cubins, strict=True)
+    ]
 
 
 def _views(inputs: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any) -> dict[str, Any]:
@@ -356,15 +418,6 @@ def _views(inputs: dict[str, Any], options: dict[str, Any], outputs: dict[str, A
     for name in written:
         arrays.check_out(name, given[name], views[name], {n: view for n, view in views.items() if n != name})
     return dict.fromkeys((*options, *outputs)) | views
-
-
-def _known_device(name: str) -> DeviceSpec:
-    if name == "host":
-        return HOST_SPEC
-    if name.removeprefix("sm_") not in KNOWN:
-        known = ", ".join(f"'sm_{arch}'" for arch in KNOWN)
-        raise DeviceError(f"device={name!r} is unknown: it is 'host' or one of {known}")
-    return KNOWN[name.removeprefix("sm_")]
 
 
 def _run_on_host(call: _Call, views: dict[str, Any], lse: ArrayView | None) -> None:

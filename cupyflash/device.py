@@ -1,9 +1,12 @@
-"""What a device is to the planner, and the one function that asks the driver for it."""
+"""What a device is to the planner, and the functions that ask the driver for it."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+
+from cupyflash.environment import load_cupy, load_nvrtc
+from cupyflash.errors import DeviceError
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,58 @@ KNOWN = {
 }
 
 
+def named(name: str) -> DeviceSpec:
+    """The spec of "host", of "cuda", the current GPU, or of an architecture; the "a" of sm_90a is part of its instructions' name only."""
+    if name in ("host", "cuda"):
+        return HOST_SPEC if name == "host" else query(current())
+    arch = name.removeprefix("sm_")
+    spec = KNOWN.get(arch) or KNOWN.get(f"{arch}a")
+    if spec is None:
+        known = ", ".join(repr(f"sm_{arch}") for arch in KNOWN)
+        raise DeviceError(f"device={name!r} is unknown: it is 'cuda' for the current GPU, 'host' or one of {known}")
+    return spec
+
+
+def current() -> int:
+    """The id of the current CUDA device; DeviceError where there is none."""
+    runtime = load_cupy().cuda.runtime
+    try:
+        runtime.getDeviceCount()  # getDevice alone would say 0 on a machine without a GPU
+        return int(runtime.getDevice())
+    except runtime.CUDARuntimeError as e:
+        if not runtime.driverGetVersion():
+            raise DeviceError("no NVIDIA driver is loaded: where it is, nvidia-smi works, in a container with --gpus all") from e
+        raise DeviceError(f"no GPU can be used ({e}): nvidia-smi -L lists those there are, CUDA_VISIBLE_DEVICES hides some") from e
+
+
 @functools.lru_cache
 def query(device_id: int) -> DeviceSpec:
-    """The spec of a CUDA device, asked once a process; -1, the id of host memory, is `HOST_SPEC` and asks no driver."""
+    """The spec of a CUDA device, asked once a process; -1, the id of host memory, is `HOST_SPEC` and asks no driver.
+
+    DeviceError where NVRTC cannot compile for it.
+    """
     if device_id < 0:
         return HOST_SPEC
-    from cupy.cuda import runtime
-
-    properties = runtime.getDeviceProperties(device_id)
+    properties = load_cupy().cuda.runtime.getDeviceProperties(device_id)
     major, minor = properties["major"], properties["minor"]
+    _check_compiler(properties["name"].decode(), major, minor)
     return DeviceSpec(
         arch=f"{major}{minor}" + ("a" if major == 9 else ""),
         num_sms=properties["multiProcessorCount"],
         smem_bytes=properties["sharedMemPerBlockOptin"],
         l2_bytes=properties["l2CacheSize"],
     )
+
+
+def _check_compiler(name: str, major: int, minor: int) -> None:
+    nvrtc = load_nvrtc()
+    served = sorted(nvrtc.getSupportedArchs())
+    if 10 * major + minor not in served:
+        oldest, newest = (f"{arch // 10}.{arch % 10}" for arch in (served[0], served[-1]))
+        way_out = "pip install -U 'cupyflash[cuda13]', in a fresh environment, brings the newest"
+        if 10 * major + minor < served[0]:
+            way_out = "pip install 'cupyflash[cuda12]', in a fresh environment, brings one that serves 5.0 and newer"
+        raise DeviceError(
+            f"{name} has compute capability {major}.{minor}, and NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for {oldest} to "
+            f"{newest}: {way_out}"
+        )

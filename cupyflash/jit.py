@@ -1,27 +1,42 @@
-"""Variant -> Unit (text and options) -> loaded kernel, through `cupy.RawModule`. Nothing here chooses: the variant says all."""
+"""Variant -> Unit (text and options) -> cubin -> loaded kernel. Nothing here chooses: the variant says all.
+
+A kernel comes from our own file in `cache_dir()` where there is one, which `warmup` writes, else through `cupy.RawModule` and CuPy's disk
+cache. Where CuPy cannot, for its NVRTC, its headers or its folder, it is compiled past CuPy into a file of ours, or into memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import re
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cupyflash.environment import cache_dir
-from cupyflash.errors import CompileError
+from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable
+from cupyflash.errors import CompileError, DeviceError, StateError
 from cupyflash.params import FORWARD
 from cupyflash.variants import FwdConfig, Variant
 
 
 class Unit(NamedTuple):
-    """One compilation: a text that includes nothing, the options, and the kernel's name in it."""
+    """One compilation: of which variant, a text that includes nothing, the architecture, and the kernel's name in the text."""
 
+    variant: str
     source: str
-    options: tuple[str, ...]
+    arch: str
     entry: str
+
+
+# The options of each compilation, CuPy's or ours; its are given here for ours to be the same.
+_OPTIONS = ("--std=c++17",)
+_OPTIONS_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 
 
 def source_root() -> Path:
@@ -38,11 +53,15 @@ def render(variant: Variant, arch: str) -> Unit:
     CuPy's disk cache does not look into included files, so the text includes none; it depends on nothing but the sources and the
     variant, so equal text is an equal kernel.
     """
+    types, kernel = _sources(variant.family)
+    return Unit(variant.name, "\n".join((types, _config(variant), kernel, _checks(variant))), arch, variant.family)
+
+
+@functools.lru_cache
+def _sources(family: str) -> tuple[str, str]:
+    """The texts before and after the Config; read once a process, which is most of the 2 ms of the first `render`."""
     seen: set[Path] = set()
-    primitives, kernels = source_root() / "primitives", source_root() / "kernels"
-    parts = (_paste(primitives / "types.cuh", seen), _config(variant), _paste(kernels / f"{variant.family}.cu", seen), _checks(variant))
-    options = ("--std=c++17", f"-arch=sm_{arch}") if arch.endswith("a") else ("--std=c++17",)
-    return Unit("\n".join(parts), options, variant.family)
+    return _paste(source_root() / "primitives" / "types.cuh", seen), _paste(source_root() / "kernels" / f"{family}.cu", seen)
 
 
 _TYPES = {"float16": "cupyflash::Half", "bfloat16": "cupyflash::BFloat16", "float32": "float", "float64": "double"}
@@ -101,16 +120,11 @@ def _paste(path: Path, seen: set[Path]) -> str:
     return "\n".join(lines)
 
 
-def digest(unit: Unit) -> str:
-    """A name for the unit that changes with each byte that decides what runs."""
-    return hashlib.sha256("\0".join((unit.source, *unit.options, unit.entry)).encode()).hexdigest()[:16]
-
-
 class Kernel(NamedTuple):
-    """A loaded kernel: the driver's handle, and the module that keeps it alive."""
+    """A loaded kernel: the driver's handle, and the function object that keeps its module alive."""
 
     handle: int
-    module: Any
+    function: Any
 
 
 _kernels: dict[tuple[Variant, int], Kernel] = {}
@@ -118,8 +132,11 @@ _locks: dict[tuple[Variant, int], threading.Lock] = {}
 _locks_lock = threading.Lock()
 
 
-def load(variant: Variant, arch: str, device_id: int) -> Kernel:
-    """The kernel on a device, which must be the current one: a dict hit, or compiled or read from CuPy's disk cache once a process."""
+def load(variant: Variant, arch: str, device_id: int, stream: int = 0) -> Kernel:
+    """The kernel on a device, which must be the current one: a dict hit, or read or compiled once a process.
+
+    StateError where that once would fall into the capture of `stream`.
+    """
     key = (variant, device_id)
     kernel = _kernels.get(key)
     if kernel is not None:
@@ -128,64 +145,155 @@ def load(variant: Variant, arch: str, device_id: int) -> Kernel:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:  # two threads that ask for one kernel compile it once
         if key not in _kernels:
-            _kernels[key] = _load(variant, arch)
+            _kernels[key] = _load(variant, arch, stream)
     return _kernels[key]
 
 
-def _load(variant: Variant, arch: str) -> Kernel:
-    import cupy
-    from cupy.cuda import nvrtc
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 
+
+def _load(variant: Variant, arch: str, stream: int) -> Kernel:
+    cuda = load_cupy().cuda
+    if _is_capturing(cuda.runtime, stream):
+        raise StateError(
+            f"{variant.name} is not loaded yet, and what that takes must not be captured: make the call once, or call "
+            "cupyflash.warmup(...), before the capture"
+        )
     unit = render(variant, arch)
+    cubin = _stored(_file_name(unit))
     try:
-        if arch.endswith("a") and nvrtc.getVersion() < (12, 9):
-            # CuPy adds its own -arch behind ours; before 12.9 NVRTC takes only one, so the cubin is compiled past CuPy.
-            module = cupy.RawModule(path=str(_cubin_file(unit, arch)))
-        else:
-            module = cupy.RawModule(code=unit.source, options=unit.options)
-        function = module.get_function(unit.entry)
+        function = _through_cupy(unit) if cubin is None else None
+        if function is None:
+            module = cuda.Module()  # of bytes, so what was verified is what is loaded: the driver crashes on a file that is cut off
+            module.load(build(unit).cubin if cubin is None else cubin)
+            function = module.get_function(unit.entry)
+        if variant.smem_bytes:
+            cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.smem_bytes)
+    except cuda.driver.CUDADriverError as e:
+        runs, compiled = cuda.runtime.driverGetVersion(), ".".join(map(str, cuda.nvrtc.getVersion()))
+        raise DeviceError(
+            f"the driver refused to load {variant.name}, compiled by NVRTC {compiled} for sm_{arch}: {e}; "
+            f"the driver runs CUDA {runs // 1000}.{runs % 1000 // 10}"
+        ) from e
+    return Kernel(function.ptr, function)
+
+
+def _is_capturing(runtime: Any, stream: int) -> bool:
+    try:
+        return bool(runtime.streamIsCapturing(stream))
+    except runtime.CUDARuntimeError as e:
+        if "StreamCapture" in str(e):  # the default stream cannot be asked while another one that waits for it is capturing
+            return True
+        raise
+
+
+def _through_cupy(unit: Unit) -> Any:
+    """The kernel by RawModule, or None where CuPy cannot compile it."""
+    cupy = load_cupy()
+    options: tuple[str, ...] = _OPTIONS
+    if unit.arch.endswith("a"):
+        # CuPy adds an -arch without the letter behind ours. NVRTC takes the letter from either since 12.9, and refuses two before.
+        if load_nvrtc().getVersion() < (12, 9):
+            return None
+        options += (f"-arch=sm_{unit.arch}",)
+    try:
+        return cupy.RawModule(code=unit.source, options=options).get_function(unit.entry).kernel
     except cupy.cuda.compiler.CompileException as e:
-        raise _compile_error(variant, unit, e.get_message()) from e
-    if variant.smem_bytes:
-        function.max_dynamic_shared_size_bytes = variant.smem_bytes
-    return Kernel(function.kernel.ptr, module)
+        raise _compile_error(unit, e.get_message()) from e
+    except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError):
+        raise
+    except (RuntimeError, OSError):  # it finds no CUDA headers, which it wants and the kernels do not; its folder cannot be written
+        return None
 
 
-def _cubin_file(unit: Unit, arch: str) -> Path:
-    """The compiled unit as a file in the cache folder; its name is the digest of all that decides its bytes, so it is never rewritten."""
-    from cupy.cuda import nvrtc
+class Cubin(NamedTuple):
+    """A unit compiled by `build`, whether it was there already, and where it lies: None is in memory."""
 
-    folder = cache_dir()
-    file = folder / f"{digest(unit)}-{arch}-{'.'.join(map(str, nvrtc.getVersion()))}.cubin"
-    checksum = file.with_suffix(".sha256")
-    # The driver crashes on a truncated file (seen on an H200), so it is read only if its checksum fits.
-    if not (file.is_file() and checksum.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == checksum.read_text()):
-        cubin, _ = compile_cubin(unit, arch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for target, content in ((file, cubin), (checksum, hashlib.sha256(cubin).hexdigest().encode())):
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
-                part.write(content)
-            Path(part.name).replace(target)
-    return file
+    cubin: bytes
+    path: Path | None
+    cached: bool
+    seconds: float
 
 
-def compile_cubin(unit: Unit, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
-    """(cubin, log) by NVRTC itself, which needs no GPU; the options are those that CuPy would add."""
-    from cupy.cuda import nvrtc
+def build(unit: Unit) -> Cubin:
+    """The unit compiled past CuPy: read from our own file, else compiled and written there. It needs no GPU."""
+    start = time.perf_counter()
+    name = _file_name(unit)
+    cubin = _stored(name)
+    cached = cubin is not None
+    if cubin is None:
+        cubin, _ = compile_cubin(unit)
+        _store(name, cubin)
+    path = None if name in _in_memory else cache_dir() / name
+    return Cubin(cubin, path, cached, time.perf_counter() - start)
 
+
+def build_all(variants: Sequence[Variant], arch: str, device_id: int | None) -> list[Cubin]:
+    """`build` each on all cores, since NVRTC scales over threads; then load them on the device, if any."""
+    load_nvrtc()  # here, for its time to be no kernel's
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cubins = list(pool.map(build, (render(variant, arch) for variant in variants)))
+    if device_id is not None:
+        load_cupy().cuda.runtime.setDevice(device_id)  # binds its context to this thread
+        for variant in variants:
+            load(variant, arch, device_id)
+    return cubins
+
+
+def compile_cubin(unit: Unit, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """(cubin, log) by NVRTC itself."""
+    nvrtc = load_nvrtc()
     program = nvrtc.createProgram(unit.source, f"{unit.entry}.cu", (), ())
-    ours = tuple(option for option in unit.options if not option.startswith("-arch"))
     try:
-        nvrtc.compileProgram(program, (*ours, f"-arch=sm_{arch}", "-ftz=true", "--device-as-default-execution-space", *options))
+        nvrtc.compileProgram(program, (*_OPTIONS, *_OPTIONS_OF_CUPY, f"-arch=sm_{unit.arch}", *options))
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)  # getCUBIN drops the last byte of the ELF file
     except nvrtc.NVRTCError as e:
-        raise CompileError(nvrtc.getProgramLog(program)) from e
+        raise _compile_error(unit, nvrtc.getProgramLog(program)) from e
     finally:
         nvrtc.destroyProgram(program)
 
 
-def _compile_error(variant: Variant, unit: Unit, log: str) -> CompileError:
-    with tempfile.NamedTemporaryFile("w", prefix=f"{variant.family}-", suffix=".cu", delete=False) as source:
+def _compile_error(unit: Unit, log: str) -> CompileError:
+    with tempfile.NamedTemporaryFile("w", prefix=f"{unit.entry}-", suffix=".cu", delete=False) as source:
         source.write(unit.source)
     first = next((line for line in log.splitlines() if "error" in line), log.strip())
-    return CompileError(f"{variant.name} did not compile: {first} (source: {source.name}); please report it with cupyflash-bench doctor")
+    return CompileError(f"{unit.variant} did not compile: {first} (source: {source.name}); please report it with cupyflash-bench doctor")
+
+
+# Our own files. Each is a cubin and the SHA-256 of it; its name says all that decides its bytes, so it is never rewritten with others.
+_in_memory: dict[str, bytes] = {}  # those that could not be written
+
+
+def _file_name(unit: Unit) -> str:
+    """The name of the unit's file: a change to any byte that decides what runs changes it, and no time or path does."""
+    version = ".".join(map(str, load_nvrtc().getVersion()))
+    decides = (unit.source, unit.arch, unit.entry, version, *_OPTIONS, *_OPTIONS_OF_CUPY)
+    digest = hashlib.sha256("\0".join(decides).encode()).hexdigest()
+    return f"{unit.entry}-sm_{unit.arch}-nvrtc{version}-{digest[:32]}.cubin"
+
+
+def _stored(name: str) -> bytes | None:
+    """The cubin of a file that is whole, or None."""
+    if name in _in_memory:
+        return _in_memory[name]
+    try:
+        content = (cache_dir() / name).read_bytes()
+    except OSError:
+        return None
+    cubin, digest = content[:-32], content[-32:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _store(name: str, cubin: bytes) -> None:
+    """Write the file in one step, so that no one reads a part of it; keep it in memory where that fails."""
+    folder = cache_dir()
+    part = folder / f"{name}.{os.urandom(8).hex()}.part"  # no temporary file, which no other user could read
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(cubin + hashlib.sha256(cubin).digest())
+        part.replace(folder / name)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        _in_memory[name] = cubin
+        warn_unwritable(folder, str(e.strerror))

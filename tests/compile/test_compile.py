@@ -40,7 +40,7 @@ CASES = [pytest.param(row, v, arch, id=f"{v.name}-sm_{arch}") for row in FORWARD
 
 @pytest.mark.parametrize(("row", "variant", "arch"), CASES)
 def test_compiles_without_spills(row: Row, variant: Variant, arch: str, record_property: Any) -> None:
-    _, log = jit.compile_cubin(jit.render(variant, arch), arch, ("--ptxas-options=-v",))
+    _, log = jit.compile_cubin(jit.render(variant, arch), ("--ptxas-options=-v",))
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
     stack, spilled = map(int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups())  # type: ignore[union-attr]
     record_property("registers", registers)
@@ -62,6 +62,6 @@ def test_float32_and_float64_have_the_simple_kernel() -> None:
         config = next(row.config for row in FORWARD if row.family == "fwd_simple")
         for flags in ((), ALL):
             _, log = jit.compile_cubin(
-                jit.render(Variant("fwd_simple", dtype, 256, 256, flags, config), "90a"), "90a", ("--ptxas-options=-v",)
+                jit.render(Variant("fwd_simple", dtype, 256, 256, flags, config), "90a"), ("--ptxas-options=-v",)
             )
             assert "0 bytes stack frame, 0 bytes spill stores" in log

@@ -22,13 +22,14 @@ BENCH = ROOT / "bench"
 # Who may import whom inside cupyflash; `errors` and `_version` are open to all and import nothing.
 ALLOWED = {
     "__init__": {"api", "environment", "reference"},
-    "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params"},  # device, params: what a cached call holds
+    # device, params: what a cached call holds; jit, variants: what `warmup` compiles
+    "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants"},
     "arrays": set(),
-    "device": set(),
+    "device": {"environment"},  # how to get CuPy and NVRTC
     "environment": set(),
     "explain": {"plan"},
     "host": {"problem"},  # it computes what the problem says, so it reads its type
-    "jit": {"variants", "params", "environment"},  # environment: the cache folder
+    "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
     "keywords": set(),
     "launch": {"jit", "tensormap", "params", "plan", "device"},  # device: its type
     "params": {"problem"},  # the struct is filled from a problem
