@@ -1,11 +1,15 @@
-"""`pytest tests/gpu --record` writes record.json: what was run on which GPU, with a digest of the sources that decide what runs there."""
+"""`pytest tests/gpu --record` writes record.json: what was run on which GPU, with a digest of the sources that decide what runs there.
+
+Outcomes are added to a record of the same sources and the same machine, so the tests may run in parts; otherwise a new record begins.
+What a part leaves out is no secret: a unit test compares the record with the tests that there are.
+"""
 
 from __future__ import annotations
 
-import collections
 import datetime
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,39 +19,85 @@ RECORD = Path(__file__).with_name("record.json")
 ROOT = Path(__file__).resolve().parents[2]
 HOST_SIDE = ("api", "arrays", "device", "jit", "launch", "params", "plan", "problem", "variants")
 
-_outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take three quarters of the GPU's memory
+
+# A test is (file, function, its parameters); its outcome "passed", "failed", or "skipped: " with the reason.
+Test = tuple[str, str, str]
+Nested = dict[str, dict[str, dict[str, list[str]]]]
+
+_outcomes: dict[Test, str] = {}
+_collected: set[Test] = set()
 
 
 def digest() -> str:
-    """Of all that decides what runs on a GPU: the CUDA sources without their comments, and the modules that choose, compile and launch."""
+    """Of all that decides what runs on a GPU, without comments: the CUDA sources, and the modules that choose, compile and launch."""
     cuda = sorted((ROOT / "cuda_src").rglob("*.cu*"))
     code = [" ".join(re.sub(r"//.*", "", file.read_text()).split()) for file in cuda]
-    host = [(ROOT / "cupyflash" / f"{name}.py").read_text() for name in HOST_SIDE]
+    host = [re.sub(r"(?m)(^\s*|  )# .*$", "", (ROOT / "cupyflash" / f"{name}.py").read_text()) for name in HOST_SIDE]
     return hashlib.sha256("\0".join(code + host).encode()).hexdigest()
 
 
+def named(nodeid: str) -> Test:
+    path, _, name = nodeid.partition("::")
+    function, _, parameters = name.partition("[")
+    return Path(path).name, function, parameters.removesuffix("]")
+
+
+def nested(outcomes: dict[Test, str]) -> Nested:
+    """As the file keeps them: file, function, outcome, parameters."""
+    tests: Nested = {}
+    for (file, function, parameters), outcome in sorted(outcomes.items()):
+        tests.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, []).append(parameters)
+    return tests
+
+
+def flat(tests: Nested) -> dict[Test, str]:
+    return {
+        (file, function, p): outcome
+        for file, functions in tests.items()
+        for function, outcomes in functions.items()
+        for outcome, parameters in outcomes.items()
+        for p in parameters
+    }
+
+
+def merged(old: dict[Test, str], new: dict[Test, str]) -> dict[Test, str]:
+    """The newer outcome of each test; but a skip, as where a machine has one GPU, takes nothing away."""
+    return old | {test: outcome for test, outcome in new.items() if test not in old or not outcome.startswith("skipped")}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", action="store_true", help="write tests/gpu/record.json with the outcomes of this run")
+    parser.addoption("--record", action="store_true", help="add the outcomes of this run to tests/gpu/record.json")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m take any away
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("lf", False) and not any("::" in arg for arg in config.args):  # else files are collected in part
+        _collected.update(named(item.nodeid) for item in items)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        _outcomes[report.nodeid.partition("::")[2].partition("[")[0]][report.outcome] += 1
+        reason = f": {report.longrepr[2].removeprefix('Skipped: ')}" if isinstance(report.longrepr, tuple) else ""
+        _outcomes[named(report.nodeid)] = report.outcome + reason
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not session.config.getoption("record", default=False):
+    if not session.config.option.record or not _outcomes:
         return
     import cupy
 
     runtime = cupy.cuda.runtime
-    record = {
+    now = {
         "digest": digest(),
         "device": runtime.getDeviceProperties(0)["name"].decode(),
         "driver": runtime.driverGetVersion(),
         "cupy": cupy.__version__,
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "tests": {name: dict(counts) for name, counts in sorted(_outcomes.items())},
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    record = json.loads(RECORD.read_text())
+    old = flat(record["tests"]) if all(record.get(key) == value for key, value in now.items()) else {}
+    files = {file for file, _, _ in _collected}
+    kept = {test: outcome for test, outcome in old.items() if test in _collected or test[0] not in files}
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    RECORD.write_text(json.dumps(now | {"date": date, "tests": nested(merged(kept, _outcomes))}, indent=1) + "\n")

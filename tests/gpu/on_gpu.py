@@ -1,18 +1,25 @@
-"""The tests of the host path, run on a GPU: each array of a call is moved there with its strides, and the results are moved back."""
+"""What the GPU tests share: arrays moved to a GPU and back with their strides, rows of the kernel table forced, kernels compiled ahead."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import cupy
 import ml_dtypes
 import numpy as np
 import pytest
+from judge import judge, standard_attention
 
 import cupyflash
+from cupyflash import api, device, jit, plan, reference, variants
 
+LIBRARIES = ("cupy", "torch")
+TORCH = "PyTorch is not installed; pip install torch"
 host_attention = cupyflash.attention
 
 
@@ -21,6 +28,8 @@ class Move:
 
     def __init__(self, library: str) -> None:
         self.library = library
+        if library == "torch":
+            pytest.importorskip("torch", reason=TORCH)
 
     def there(self, x: Any) -> tuple[Any, Any]:
         """(the array on the GPU, its buffer there)."""
@@ -40,6 +49,12 @@ class Move:
             array = array.view(torch.bfloat16) if bits else array
         return array, memory
 
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return [self.there(x)[0] for x in arrays]
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.there(x)[0] if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
     def back(self, y: Any) -> Any:
         if self.library == "torch":
             import torch
@@ -53,10 +68,9 @@ class Move:
         return flat.transpose(order).copy().transpose(np.argsort(order))
 
     def attention(self, q: Any, k: Any, v: Any, /, *, out: Any = None, **options: Any) -> Any:
-        given = {name: self.there(x)[0] if isinstance(x, np.ndarray) else x for name, x in options.items()}
         arrays = [self.there(x)[0] if isinstance(x, np.ndarray) else x for x in (q, k, v)]
         target, memory = self.there(out) if isinstance(out, np.ndarray) else (out, None)
-        result = host_attention(*arrays, out=target, **given)
+        result = host_attention(*arrays, out=target, **self.options(options))
         parts = result if isinstance(result, tuple) else (result,)
         if memory is not None:
             assert parts[0] is target
@@ -68,11 +82,9 @@ class Move:
         return cupyflash.AttentionResult(*host) if isinstance(result, tuple) else host[0]
 
 
-@pytest.fixture(autouse=True, params=["cupy", "torch"])
+@pytest.fixture(autouse=True, params=LIBRARIES)
 def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`cupyflash.attention` computes on the GPU for the length of a test."""
-    if request.param == "torch":
-        pytest.importorskip("torch")
     move = Move(request.param)
 
     @functools.wraps(host_attention)
@@ -81,3 +93,75 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 
     monkeypatch.setattr(cupyflash, "attention", attention)
     return attention
+
+
+# --- rows of the kernel table ----------------------------------------------------------------------------------------------------------
+
+
+def row_name(row: variants.Row) -> str:
+    return f"{row.family}-{row.head_dim}-{row.config.tile}" + "-options" * row.options
+
+
+@contextlib.contextmanager
+def only(*rows: variants.Row) -> Iterator[None]:
+    """Calls choose among these rows alone; the caches of the modules that plan are emptied, so that each call is planned anew."""
+
+    def forget() -> None:
+        for cached in (*vars(api).values(), *vars(plan).values()):
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "FORWARD", rows)
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+def fits(row: variants.Row) -> bool:
+    """Whether this GPU can run the row."""
+    spec = device.query(0)
+    widest = variants.Variant(row.family, row.dtypes[0], row.head_dim, row.head_dim, (), row.config)
+    return spec.capability >= row.capability and spec.smem_bytes >= widest.smem_bytes
+
+
+def needs(row: variants.Row) -> None:
+    if not fits(row):
+        pytest.skip(f"sm_{device.query(0).arch} cannot run {row_name(row)}")
+
+
+def compile_ahead(kernels: Iterable[variants.Variant]) -> None:
+    """A kernel takes NVRTC 0.15 to 0.7 s, without the GIL: all that a file needs compile at once."""
+    arch = device.query(0).arch
+
+    def load(variant: variants.Variant) -> None:
+        cupy.cuda.Device(0).use()
+        jit.load(variant, arch, 0)
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as pool:
+        list(pool.map(load, kernels))
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------------------------
+
+
+def agrees(move: Move, q: Any, k: Any, v: Any, /, *, name: str, **options: Any) -> None:
+    """Compute NumPy inputs on the GPU into NaN-filled memory, and judge the result by the formula in float64.
+
+    The expectation is the judge's own formula in float64, which takes less time than the library's reference, a loop over rows; for
+    float64, where the formula is also the standard, that reference.
+    """
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    result = move.attention(q, k, v, out=out, **options)
+    lse = None if result is out else result.lse
+    given = {option: x for option, x in options.items() if option != "return_lse"}
+    if q.dtype == np.float64:
+        expected, expected_lse = reference.attention(q, k, v, return_lse=True, **given)
+    else:
+        expected, expected_lse = standard_attention(*(x.astype(np.float64) for x in (q, k, v)), dtype=np.float64, **given)
+    standard, standard_lse = standard_attention(q, k, v, dtype=q.dtype, **given)
+    judge(out, expected, standard, dtype=q.dtype, name=name)
+    if lse is not None:
+        judge(lse, expected_lse, standard_lse, dtype=q.dtype, name=name, kind="lse")

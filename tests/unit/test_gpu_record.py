@@ -1,26 +1,76 @@
-"""tests/gpu/record.json is of these sources: what runs on the GPU was last changed before it was last tested there."""
+"""tests/gpu/record.json holds each GPU test that there is, of these sources, and no failure."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-GPU = Path(__file__).resolve().parents[1] / "gpu"
+TESTS = Path(__file__).resolve().parents[1]
+GPU = TESTS / "gpu"
+RUN = "run `pytest tests/gpu --record` on a GPU and commit tests/gpu/record.json"
+
+# Failures of other libraries that concern what is built: each is named by a test. 101 to 118 are about the cache and the machine.
+KNOWN_FAILURES = {1, 3, 4, *range(7, 17), 18, 19, 21, 22, *range(25, 33), *range(62, 73), *range(79, 94), *range(95, 101)}
 
 
-def test_the_record_is_of_these_sources_and_has_no_failure() -> None:
+@pytest.fixture(scope="module")
+def conftest() -> Any:
     spec = importlib.util.spec_from_file_location("gpu_conftest", GPU / "conftest.py")
     assert spec is not None
     assert spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    record = json.loads((GPU / "record.json").read_text())
-    if record.get("pending"):
-        pytest.skip(f"the GPU tests have not run on these sources yet: {record['pending']}")
-    assert record["digest"] == conftest.digest(), "run `pytest tests/gpu --record` on a GPU and commit tests/gpu/record.json"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def record() -> Any:
+    return json.loads((GPU / "record.json").read_text())
+
+
+def test_the_record_has_no_failure(conftest: Any, record: Any) -> None:
+    outcomes = conftest.flat(record["tests"])
+    assert {test: outcome for test, outcome in outcomes.items() if not outcome.startswith(("passed", "skipped: "))} == {}
+
+
+def test_the_record_is_of_these_sources(conftest: Any, record: Any) -> None:
+    skip_while_pending(record)
+    assert record["digest"] == conftest.digest(), RUN
     assert record["tests"]
-    for name, outcomes in record["tests"].items():
-        assert set(outcomes) == {"passed"}, name
+
+
+def test_the_record_has_each_test(conftest: Any, record: Any) -> None:
+    pytest.importorskip("cupy", reason="without CuPy the GPU tests cannot be listed; pip install 'cupyflash[cuda13]'")
+    skip_while_pending(record)
+    command = (sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
+    listed = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True).stdout
+    tests = {conftest.named(line) for line in listed.splitlines() if "::" in line}
+    files = {file for file, _, _ in tests}  # a file that needs a package that is not here lists nothing
+    recorded = {test for test in conftest.flat(record["tests"]) if test[0] in files}
+    assert tests == recorded, RUN
+
+
+def skip_while_pending(record: Any) -> None:
+    if record.get("pending"):
+        pytest.skip(f"the GPU tests have not all run on these sources: {record['pending']}")
+
+
+def test_outcomes_are_added_to_those_before(conftest: Any) -> None:
+    before = {("f", "a", "x-1"): "passed", ("f", "a", "y"): "failed", ("f", "b", ""): "skipped: needs 2 GPUs"}
+    after = {("f", "a", "x-1"): "skipped: needs 2 GPUs", ("f", "a", "y"): "passed", ("f", "b", ""): "passed", ("g", "c", ""): "passed"}
+    assert set(conftest.merged(before, after).values()) == {"passed"}
+    assert conftest.flat(conftest.nested(before)) == before
+    assert conftest.nested(before)["f"]["a"] == {"passed": ["x-1"], "failed": ["y"]}
+    assert conftest.named("tests/gpu/f.py::a[x[1]-y::z]") == ("f.py", "a", "x[1]-y::z")
+
+
+def test_each_known_failure_is_named_by_a_test() -> None:
+    names = re.findall(r"(?m)^def test_kf_(\d{3}(?:_\d{3})*)_", "\n".join(file.read_text() for file in TESTS.rglob("test_*.py")))
+    assert KNOWN_FAILURES - {int(number) for name in names for number in name.split("_")} == set()

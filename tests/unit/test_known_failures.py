@@ -174,6 +174,16 @@ def test_kf_014_window_of_three_sees_four_keys() -> None:
     assert visible_keys(64, 64, window_size=(3, 0)) == [set(range(max(0, i - 3), i + 1)) for i in range(64)]
 
 
+@pytest.mark.parametrize("window_size", [(-1, -3), (-2, 0), (3, -7)])
+def test_kf_015_only_minus_one_is_unlimited(rng: np.random.Generator, window_size: tuple[int, int]) -> None:
+    q, k, v = make(rng, (1, 9, 2, 8), (1, 12, 2, 8))
+    with pytest.raises(ValueError, match=rf"window_size=\({window_size[0]}, {window_size[1]}\) has a distance below 0: only -1 or None"):
+        cupyflash.attention(q, k, v, window_size=window_size)
+    unlimited = cupyflash.attention(q, k, v)
+    np.testing.assert_array_equal(cupyflash.attention(q, k, v, window_size=(-1, -1)), unlimited)
+    np.testing.assert_array_equal(cupyflash.attention(q, k, v, window_size=(None, None)), unlimited)
+
+
 def test_kf_016_window_with_more_queries_than_keys(rng: np.random.Generator) -> None:
     q, k, v = make(rng, (1, 129, 2, 16), (1, 32, 2, 16))
     assert_empty(*agrees(q, k, v, window_size=(32, 64)), slice(0, 33))
@@ -390,6 +400,14 @@ def test_kf_072_all_pairs_of_lengths(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("sq", [1, 511, 512, 513, 521])
 def test_lengths_around_the_blocks_of_the_host_path(rng: np.random.Generator, sq: int, sk: int) -> None:
     agrees(*make(rng, (1, sq, 1, 4), (1, sk, 1, 4)), window_size=(300, 40))
+
+
+def test_kf_091_a_result_is_complete_when_the_call_returns(rng: np.random.Generator) -> None:
+    q, k, v = make(rng, (4, 512, 4, 64), (4, 512, 4, 64))
+    out = cupyflash.attention(q, k, v)
+    at_once = out.copy()
+    np.testing.assert_array_equal(at_once, cupyflash.attention(q, k, v))
+    np.testing.assert_array_equal(at_once, out)
 
 
 def test_no_warning_of_numpy_reaches_the_caller(rng: np.random.Generator) -> None:

@@ -1,0 +1,114 @@
+"""Each row of the kernel table at the edges of its blocks, and with logits at the edges of what its arithmetic holds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+
+from on_gpu import Move, agrees, compile_ahead, fits, needs, only, row_name
+
+from cupyflash import device, plan, variants
+from cupyflash.problem import ITEMSIZE, AttentionProblem
+from cupyflash.variants import Row
+
+pytestmark = pytest.mark.gpu
+
+PRIME = 397  # more than three of the largest blocks
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True, "return_lse": True})
+EACH_ROW = [pytest.param(row, dtype, id=f"{row_name(row)}-{dtype}") for row in variants.FORWARD for dtype in row.dtypes]
+each_row = pytest.mark.parametrize(("row", "dtype"), EACH_ROW)
+
+
+def blocks(row: Row) -> tuple[int, int]:
+    """Queries of a block, and keys of a step: a warp of fwd_simple takes 32."""
+    return getattr(row.config, "block_m", row.config.warps), getattr(row.config, "block_n", 32)
+
+
+def head_dims(row: Row) -> tuple[int, int]:
+    """The full width, and one that the tile pads: odd where the row takes rows of any alignment, else a multiple of 16 bytes."""
+    return row.head_dim, row.head_dim - (3 if row.options else 8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Compile the kernels of all rows at once."""
+    found = set()
+    params = {tuple(item.callspec.params[name] for name in ("row", "dtype")) for item in request.session.items if item.path == request.path}
+    for row, dtype in params:
+        if fits(row):
+            with only(row):
+                for d, options in itertools.product(head_dims(row), PLAIN):
+                    plain = AttentionProblem(dtype, dtype, 1, PRIME, PRIME, 2, 1, d, d, 1.0, aligned16=d * ITEMSIZE[dtype] % 16 == 0)
+                    causal = plain._replace(window_right=0, write_lse=True)
+                    found |= {step.variant for step in plan.forward(causal if options else plain, device.query(0)).steps}
+    compile_ahead(found)
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"), [p for p in EACH_ROW if "float64" not in p.values]
+)  # its reference loops over rows, for a minute
+def test_kf_072_lengths_around_the_blocks_of_each_row(row: Row, dtype: str, rng: np.random.Generator) -> None:
+    needs(row)
+    move = Move("cupy")
+    lengths = [sorted({1, block - 1, block, block + 1, PRIME} - {0}) for block in blocks(row)]
+    with only(row):
+        for d, options in itertools.product(head_dims(row), PLAIN):
+            q, k, v = (rng.standard_normal((1, PRIME, heads, d)).astype(DTYPES[dtype]) for heads in (2, 1, 1))
+            for sq, sk in itertools.product(*lengths):
+                agrees(move, q[:, :sq].copy(), k[:, :sk].copy(), v[:, :sk].copy(), name=f"D={d} Sq={sq} Sk={sk} {options}", **options)
+
+
+def scores(kind: str, sk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two columns of Q and K, and the sign of each row of Q in turn, whose product is the score of each key: exact in 16 bits."""
+    j = np.arange(sk)
+    zeros = np.zeros(sk)
+    return {
+        "rising": (2, 0, j // 4 * 0.5, zeros, (1,)),  # a new maximum in each step
+        "falling": (2, 0, (sk - j) // 4 * 0.5, zeros, (1,)),
+        "both": (2, 0, j // 4 * 0.5, zeros, (1, -1)),  # neighbours in a warp differ in when they rescale
+        "steep": (240, 0, j // 2 * 1.0, zeros, (1,)),  # up to 47520
+        "late": (240, 1, np.where(j == sk - 2, 250.0, 0), j % 5, (1,)),  # one key of 60000 in the last step
+        "early": (240, 1, np.where(j == 1, 250.0, 0), j % 5, (1,)),
+        "high": (240, 1, zeros + 250, -(j % 7), (1,)),  # about 60000, all of them
+        "low": (240, 1, zeros - 250, j % 7, (1,)),  # about -60000
+        "opposite": (240, 0, np.where(j % 50 == 49, 250.0, -250.0), zeros, (1, -1)),
+    }[kind]
+
+
+KINDS = ("rising", "falling", "both", "steep", "late", "early", "high", "low", "opposite")
+
+
+@each_row
+def test_kf_008_logits_of_every_shape_and_size(row: Row, dtype: str, rng: np.random.Generator) -> None:
+    needs(row)
+    move, sq = Move("cupy"), 2 * blocks(row)[0] + 3
+    with only(row):
+        for kind, options in itertools.product(KINDS, PLAIN):
+            first, second, key_first, key_second, signs = scores(kind, PRIME)
+            q, k = np.zeros((1, sq, 2, row.head_dim)), np.zeros((1, PRIME, 1, row.head_dim))
+            q[..., 0], q[..., 1] = first * np.resize(signs, sq)[:, None], second
+            k[0, :, 0, 0], k[0, :, 0, 1] = key_first, key_second
+            v = rng.standard_normal((1, PRIME, 1, row.head_dim))
+            arrays = (x.astype(DTYPES[dtype]) for x in (q, k, v))
+            agrees(move, *arrays, name=f"{kind} {options}", softmax_scale=1.0, **options)
+
+
+@each_row
+def test_kf_007_equal_logits_of_the_largest_size(row: Row, dtype: str, rng: np.random.Generator) -> None:
+    """Scores of 2^36 and 2^-36 times less: `s * scale_log2 - max * scale_log2` with one product rounded is off by thousands."""
+    needs(row)
+    move, d = Move("cupy"), row.head_dim
+    with only(row):
+        for size, options in itertools.product((2.0**15, 2.0**-15), PLAIN):
+            q = np.full((1, PRIME, 2, d), size)
+            v = rng.standard_normal((1, PRIME, 1, d))
+            arrays = (x.astype(DTYPES[dtype]) for x in (q, q[:, :, :1], v))
+            agrees(move, *arrays, name=f"{size} {options}", **options)
+            agrees(move, *(x.astype(DTYPES[dtype]) for x in (q, -q[:, :, :1], v)), name=f"-{size} {options}", **options)
