@@ -64,7 +64,8 @@ def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:
 def _variant(p: AttentionProblem, row: Row) -> Variant:
     # mma.sync multiplies 16 wide, and a warp of fwd_simple holds 32 elements a register: tiles are padded, the true D stays a parameter.
     step = 16 if isinstance(row.config, FwdConfig) else 32
-    flags = _flags(p) if p.aligned16 or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
+    aligned = p.aligned16 and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0  # whole 16-byte loads, no row ends inside one
+    flags = _flags(p) if aligned or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
     return Variant(row.family, p.dtype, _round_up(p.head_dim, step), _round_up(p.head_dim_v, step), flags, row.config)
 
 

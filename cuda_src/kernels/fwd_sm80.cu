@@ -22,9 +22,9 @@ struct Smem {
   using TileQ = Tile<C::kBlockM, C::kHeadDim>;
   using TileK = Tile<C::kBlockN, C::kHeadDim>;
   using TileV = Tile<C::kBlockN, C::kHeadDimV>;
-  alignas(16) char q[TileQ::kBytes];
-  alignas(16) char k[C::kStages][TileK::kBytes];
-  alignas(16) char v[C::kStages][TileV::kBytes];
+  alignas(128) char q[TileQ::kBytes];
+  alignas(128) char k[C::kStages][TileK::kBytes];
+  alignas(128) char v[C::kStages][TileV::kBytes];
 };
 
 constexpr float kLargestReference = 4194304.0f;  // 2^22
@@ -215,10 +215,14 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
   const Element* gK = static_cast<const Element*>(p.k) + w.b * p.k_stride_batch + w.h / group * p.k_stride_head;
   const Element* gV = static_cast<const Element*>(p.v) + w.b * p.v_stride_batch + w.h / group * p.v_stride_head;
 
-  auto load_keys = [&](int j) {
+  // Only the last key block can end inside, and it is loaded first.
+  auto load_keys = [&](auto tail, int j) {
+    constexpr bool kTail = decltype(tail)::value;
     const int first = j * C::kBlockN, valid = w.s.used_k - first;
-    load_tile<typename S::TileK, kThreads, C::kUnaligned>(smem.k[j % 2], gK + first * p.k_stride_seq, p.k_stride_seq, valid, p.head_dim);
-    load_tile<typename S::TileV, kThreads, C::kUnaligned>(smem.v[j % 2], gV + first * p.v_stride_seq, p.v_stride_seq, valid, p.head_dim_v);
+    load_tile<typename S::TileK, kThreads, kTail, C::kUnaligned>(smem.k[j % 2], gK + first * p.k_stride_seq, p.k_stride_seq, valid,
+                                                                 p.head_dim);
+    load_tile<typename S::TileV, kThreads, kTail, C::kUnaligned>(smem.v[j % 2], gV + first * p.v_stride_seq, p.v_stride_seq, valid,
+                                                                 p.head_dim_v);
     cp_async_commit();
   };
 
@@ -237,9 +241,9 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
   }
 
   if (w.key_first < w.key_last) {
-    load_tile<typename S::TileQ, kThreads, C::kUnaligned>(smem.q, gQ + w.row * p.q_stride_seq, p.q_stride_seq, w.s.used_q - w.row,
-                                                          p.head_dim);
-    load_keys(w.key_last - 1);
+    load_tile<typename S::TileQ, kThreads, true, C::kUnaligned>(smem.q, gQ + w.row * p.q_stride_seq, p.q_stride_seq, w.s.used_q - w.row,
+                                                                p.head_dim);
+    load_keys(Constant<true>{}, w.key_last - 1);
     if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
       cp_async_wait<0>();
       __syncthreads();  // Q is there
@@ -250,7 +254,7 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
     constexpr bool kMasked = decltype(masked)::value;
     cp_async_wait<0>();
     __syncthreads();  // block j has arrived for all threads, and all have done with the buffers of block j + 1
-    if (j > w.key_first) load_keys(j - 1);
+    if (j > w.key_first) load_keys(Constant<false>{}, j - 1);
     float rS[kTiles][C::kBlockN / 8][4];
     multiply_qk<Element, typename S::TileQ, typename S::TileK, kTiles, C::kBlockN, C::kHeadDim>(rS, smem.q, smem.k[j % 2], warp_row);
     softmax_step<C, kMasked, kTiles>(p, w, j, rS, rO, state, warp_row);

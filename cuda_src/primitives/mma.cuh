@@ -10,6 +10,8 @@ namespace cupyflash {
 template <class Element, class TileQ, class TileK, int kTiles, int kKeys, int kWidth>
 __device__ inline void multiply_qk(float (&rS)[kTiles][kKeys / 8][4], const char* sQ, const char* sK, int row) {
   const int lane = threadIdx.x % 32;
+  const Reader<TileQ> q(sQ, row + lane % 16, lane / 16);
+  const Reader<TileK> k_reader(sK, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -20,11 +22,11 @@ __device__ inline void multiply_qk(float (&rS)[kTiles][kKeys / 8][4], const char
   for (int k = 0; k < kWidth / 16; ++k) {
     unsigned rQ[kTiles][4];
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) ldmatrix_x4(rQ[m], smem_address(sQ + TileQ::at(row + 16 * m + lane % 16, 2 * k + lane / 16)));
+    for (int m = 0; m < kTiles; ++m) ldmatrix_x4(rQ[m], q.at(16 * m, k));
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
       unsigned rK[4];  // two tiles of 8 keys, two chunks of 8 elements each
-      ldmatrix_x4(rK, smem_address(sK + TileK::at(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2)));
+      ldmatrix_x4(rK, k_reader.at(16 * n, k));
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         mma_m16n8k16(rS[m][2 * n], rQ[m], rK[0], rK[1], Element{});
@@ -37,7 +39,7 @@ __device__ inline void multiply_qk(float (&rS)[kTiles][kKeys / 8][4], const char
 // O (rows of the warp x kWidth) += P V; P is in registers in the layout of the accumulators of S, V in shared memory, row-major.
 template <class Element, class TileV, int kTiles, int kKeys, int kWidth>
 __device__ inline void multiply_pv(float (&rO)[kTiles][kWidth / 8][4], const float (&rP)[kTiles][kKeys / 8][4], const char* sV) {
-  const int lane = threadIdx.x % 32;
+  const Reader<TileV> v(sV, threadIdx.x % 16, threadIdx.x % 32 / 16);
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) {
     unsigned a[kTiles][4];  // the accumulators of two 8-key tiles are, packed, the A operand of 16 keys
@@ -51,7 +53,7 @@ __device__ inline void multiply_pv(float (&rO)[kTiles][kWidth / 8][4], const flo
 #pragma unroll
     for (int n = 0; n < kWidth / 16; ++n) {
       unsigned rV[4];
-      ldmatrix_x4_trans(rV, smem_address(sV + TileV::at(16 * k + lane % 16, 2 * n + lane / 16)));
+      ldmatrix_x4_trans(rV, v.at(16 * k, n));
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         mma_m16n8k16(rO[m][2 * n], a[m], rV[0], rV[1], Element{});
