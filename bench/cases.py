@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}  # name -> what the tables print
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 EXTRAS = ("alibi", "bias", "mask", "sink", "seqused")
 
 
 class Inputs(NamedTuple):
-    """The arrays of a case, in host memory; `options` are the keywords that attention() takes."""
+    """The arrays of a case, of whatever library the place where they are has; `options` are the keywords that attention() takes."""
 
-    q: Array
-    k: Array
-    v: Array
+    q: Any
+    k: Any
+    v: Any
     options: dict[str, Any]
 
 
@@ -50,16 +51,21 @@ class Case:
         """One query token against a cache reads K and V once and is limited by bytes; everything else by FLOPs."""
         return "decode" if self.seqlen_q == 1 else "fwd"
 
-    @cached_property
-    def visible_pairs(self) -> int:
-        """(query, key) pairs that causal and window leave, of one head: counted row by row, not S²/2. `extras` do not count."""
+    def visible_keys(self) -> tuple[Array, Array]:
+        """The first key that each query sees, and one past its last: what causal and window leave. `extras` do not count."""
         diagonal = np.arange(self.seqlen_q, dtype=np.int64) + (self.seqlen_k - self.seqlen_q)
         left, right = self.window_size or (None, None)
         if self.causal:
             right = 0 if right is None or right < 0 else min(right, 0)
         first = np.zeros_like(diagonal) if left is None or left < 0 else np.maximum(diagonal - left, 0)
         last = np.full_like(diagonal, self.seqlen_k - 1) if right is None or right < 0 else np.minimum(diagonal + right, self.seqlen_k - 1)
-        return int(np.maximum(last - first + 1, 0).sum())
+        return first, np.maximum(last + 1, first)
+
+    @cached_property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head that are visible: counted row by row, not S²/2."""
+        first, end = self.visible_keys()
+        return int((end - first).sum())
 
     @property
     def flops(self) -> int:
@@ -71,13 +77,12 @@ class Case:
         """q, k, v and out, each once: the least that any implementation moves."""
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
-        return (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * numpy_dtype(self.dtype).itemsize
+        return (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
 
     @property
-    def score_bytes(self) -> int:
-        """What the three-step formula holds at its peak: every score of every head, in float32 or wider."""
-        itemsize = max(4, numpy_dtype(self.dtype).itemsize)
-        return self.batch * self.num_heads_q * self.seqlen_q * self.seqlen_k * itemsize
+    def num_scores(self) -> int:
+        """Every score of every head: what the three-step formula holds at its peak."""
+        return self.batch * self.num_heads_q * self.seqlen_q * self.seqlen_k
 
     @property
     def label(self) -> str:
@@ -95,23 +100,30 @@ class Case:
             words.append(f"softcap {self.softcap:g}")
         return " ".join((*words, *self.extras))
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of q, k and v."""
+        rows_k = (self.batch, self.seqlen_k, self.num_heads_kv)
+        return (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim), (*rows_k, self.head_dim), (*rows_k, self.head_dim_v)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of attention() that are no arrays."""
+        names = ("window_size", "softmax_scale", "softcap")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {"causal": self.causal, **given, **({"return_lse": True} if self.return_lse else {})}
+
     def inputs(self, seed: int = 0) -> Inputs:
-        """Normal q, k, v and the arrays of `extras`, the same for the same seed."""
+        """Normal q, k, v and the arrays of `extras` in host memory, the same for the same seed."""
         rng = np.random.default_rng(seed)
         dtype = numpy_dtype(self.dtype)
-        B, Sq, Sk, Hq, Hkv = self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv
+        B, Sq, Sk, Hq = self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q
 
         def normal(*shape: int) -> Array:
             return rng.standard_normal(shape, dtype=np.float32).astype(dtype, copy=False)
 
-        q, k, v = normal(B, Sq, Hq, self.head_dim), normal(B, Sk, Hkv, self.head_dim), normal(B, Sk, Hkv, self.head_dim_v)
-        plain = {
-            "window_size": self.window_size,
-            "softmax_scale": self.softmax_scale,
-            "softcap": self.softcap,
-            "return_lse": self.return_lse or None,
-        }
-        options: dict[str, Any] = {"causal": self.causal, **{name: value for name, value in plain.items() if value is not None}}
+        q, k, v = (normal(*shape) for shape in self.shapes)
+        options = self.options
         if "alibi" in self.extras:  # the paper's slopes: 2^(-8/H), 2^(-16/H), ...
             options["alibi_slopes"] = np.exp2(-8.0 / Hq * np.arange(1, Hq + 1)).astype(np.float32)
         if "bias" in self.extras:
@@ -153,6 +165,19 @@ def tour_suite() -> tuple[Case, ...]:
         replace(_TOUR, num_heads_q=4, num_heads_kv=4, seqlen_q=4096, seqlen_k=4096),
         replace(_TOUR, num_heads_q=4, num_heads_kv=4, seqlen_q=4096, seqlen_k=4096, causal=True),
         replace(_TOUR, batch=4, num_heads_kv=2, seqlen_q=1, seqlen_k=8192, head_dim=128, head_dim_v=128),
+    )
+
+
+def gpu_tour_suite() -> tuple[Case, ...]:
+    """Prefill of many sequences and of a long one, all keys and causal, grouped heads, narrow heads, and two decode steps; bfloat16."""
+    base = replace(_TOUR, dtype="bfloat16", num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128)
+    return (
+        replace(base, batch=16, causal=True),
+        replace(base, batch=4, num_heads_q=32, num_heads_kv=8, seqlen_q=4096, seqlen_k=4096, causal=True),
+        replace(base, num_heads_q=32, num_heads_kv=32, head_dim=64, head_dim_v=64, seqlen_q=8192, seqlen_k=8192),
+        replace(base, seqlen_q=16384, seqlen_k=16384, causal=True),
+        replace(base, batch=8, num_heads_q=32, num_heads_kv=8, seqlen_q=1, seqlen_k=8192),
+        replace(base, num_heads_q=32, num_heads_kv=8, seqlen_q=1, seqlen_k=65536),
     )
 
 

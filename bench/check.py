@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import cupyflash
 
 from .cases import Array, Case, Inputs
+from .timing import HOST, Place
 
 # Allowed error of out, absolute and relative alike: |out - ref| <= limit * (1 + |ref|). The 16-bit types are limited by their own
 # rounding of the result and of P (fp16 has 11 bits, bf16 has 8); float64 has room for sums in another order.
@@ -37,16 +39,19 @@ class Verdict(NamedTuple):
         return self.note or f"error {self.error:.2g}, limit {self.limit:.2g}{lse}"
 
 
-def run(case: Case) -> Verdict:
-    """Compute the case with the library on this machine and judge it; an exception is a verdict too."""
+def run(case: Case, place: Place = HOST) -> Verdict:
+    """Compute the case with the library and judge it; an exception is a verdict too."""
     inputs = case.inputs()
+    given = poisoned(case, inputs)
+    options = {name: place.put(value) if isinstance(value, np.ndarray) else value for name, value in given.options.items()}
     try:
-        result = cupyflash.attention(*poisoned(case, inputs)[:3], **inputs.options)
+        result = cupyflash.attention(*map(place.put, given[:3]), **options)
+        out, lse = place.fetch(result.out), place.fetch(result.lse)
     except NotImplementedError as error:
         return Verdict(0.0, LIMITS[case.dtype], note=f"not supported: {error}", skipped=True)
     except Exception as error:  # whatever the library throws at a valid call is a finding, and the other cases still run
         return failure(case, error)
-    return judge(case, inputs, result.out, result.lse)
+    return judge(case, inputs, out, lse)
 
 
 def failure(case: Case, error: Exception) -> Verdict:
@@ -62,19 +67,42 @@ def judge(case: Case, inputs: Inputs, out: Array, lse: Array | None = None) -> V
     return Verdict(_worst(out, expected, 1 + np.abs(expected)), LIMITS[case.dtype], lse_error)
 
 
-def spot_check(case: Case, inputs: Inputs, out: Array, rows: int = 32) -> Verdict:
-    """Compare the first, the middle and the last `rows` queries of each head: what a timed call is worth checking for.
+def spot_check(case: Case, inputs: Inputs, out: Any, place: Place = HOST, rows: int = 32) -> Verdict:
+    """Compare `rows` queries at the start, in the middle and at the end, of the first, a middle and the last head of the first and the
+    last sequence: what a timed call is worth checking for, since float64 over all of it would take longer than the timing.
 
-    float64 over all of a long sequence would take longer than the timing. A block of queries ending at row e, with the first
-    e + Sk - Sq keys, is itself a bottom-right causal problem; without a diagonal the keys stay whole.
+    Only the slices that are looked at are copied from the place. Of n keys with like weights the result shrinks as 1/sqrt(n), so that
+    an error of LIMITS would be all of it: a row is measured by three times its own size where that is below 1. No `extras`.
     """
+    if tuple(out.shape) != (*case.shapes[0][:3], case.head_dim_v):
+        return Verdict(math.inf, LIMITS[case.dtype])
+    first_key, end_key = case.visible_keys()
+    ends = sorted({min(rows, case.seqlen_q), (case.seqlen_q + rows) // 2, case.seqlen_q} - {0})
     worst = 0.0
-    for end in sorted({min(rows, case.seqlen_q), (case.seqlen_q + rows) // 2, case.seqlen_q}):
-        start, keys = max(end - rows, 0), max(end + case.seqlen_k - case.seqlen_q, 0) if case.causal else case.seqlen_k
-        block = Inputs(inputs.q[:, start:end], inputs.k[:, :keys], inputs.v[:, :keys], inputs.options)
-        expected, _ = _reference(block)
-        worst = max(worst, _worst(out[:, start:end], expected, 1 + np.abs(expected)))
+    for b, h, end in itertools.product({0, case.batch - 1}, {0, case.num_heads_q // 2, case.num_heads_q - 1}, ends):
+        start, h_kv = max(end - rows, 0), h * case.num_heads_kv // case.num_heads_q
+        first, last = first_key[start:end, None], end_key[start:end, None]
+        keys = slice(int(first.min()), int(last.max()))
+        q, actual = (place.fetch(array[b : b + 1, start:end, h : h + 1]) for array in (inputs.q, out))
+        k, v = (place.fetch(array[b : b + 1, keys, h_kv : h_kv + 1]) for array in (inputs.k, inputs.v))
+        j = np.arange(keys.start, keys.stop)
+        expected = _formula(case, q[0, :, 0], k[0, :, 0], v[0, :, 0], (first <= j) & (j < last))[None, :, None]
+        size = np.sqrt((expected * expected).mean(axis=-1, keepdims=True))
+        worst = max(worst, _worst(actual, expected, np.clip(3 * size, 1e-9, 1) + np.abs(expected)))
     return Verdict(worst, LIMITS[case.dtype])
+
+
+def _formula(case: Case, q: Array, k: Array, v: Array, visible: Array) -> Array:
+    """softmax(scale q kᵀ) v of one head in float64: the reference gathers keys row by row, too slow for rows of 64k of them."""
+    scores = q @ k.T * (case.softmax_scale or case.head_dim**-0.5)
+    if case.softcap is not None:
+        scores = case.softcap * np.tanh(scores / case.softcap)
+    scores = np.where(visible, scores, -np.inf)
+    row_max = scores.max(axis=1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isfinite(row_max), row_max, 0))
+    row_sum = weights.sum(axis=1, keepdims=True)
+    out: Array = weights @ v / np.where(row_sum == 0, 1, row_sum)
+    return out
 
 
 def poisoned(case: Case, inputs: Inputs) -> Inputs:

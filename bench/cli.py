@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import site
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -18,10 +21,13 @@ import click
 import cupyflash
 
 from . import check as checking
-from .cases import DTYPES, Case, available_dtypes, check_suite, tour_suite
-from .machine import diagnose, environment
-from .peers import LATE, PEERS, Outcome, Peer, compare
+from . import gpu, kernels
+from . import peers as contestants
+from .cases import DTYPES, Case, available_dtypes, check_suite, gpu_tour_suite, tour_suite
+from .machine import SMALL, diagnose, environment
+from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
 from .report import Report, console
+from .timing import HOST, MIN_ROUNDS, Place
 
 GOOD, FAILED, USAGE, SETUP = 0, 1, 2, 3
 TOUR_S = 22.0  # a case that would not be over by then is left out: the tour promises half a minute, also on a slow machine
@@ -64,13 +70,43 @@ def as_pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
     return numbers[0], numbers[-1]
 
 
-def as_peers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Peer, ...]:
-    known = {peer.name: peer for peer in PEERS}
-    names = list(known) if value is None else value.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
+def as_pairs(ctx: click.Context, param: click.Parameter, value: str) -> tuple[tuple[int, int], ...]:
+    return tuple(as_pair(ctx, param, part) for part in value.split(","))
+
+
+def as_heads(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int] | None:
+    """A pair, or None for "auto": as many as make heads x head dim 2048, the field's convention for comparing head dims."""
+    return None if value == "auto" else as_pair(ctx, param, value)
+
+
+def as_window(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | None, int | None] | None:
+    """LEFT,RIGHT: keys before the diagonal and after it, "-" for all of them."""
+    if value is None:
+        return None
+    try:
+        left, right = (None if side in ("-", "-1") else int(side) for side in value.split(","))
+        if min(left or 0, right or 0) < 0:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no window: write 4096,0 or -,0") from None
+    return left, right
+
+
+def as_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...] | None:
+    """Names of peers, or None for "all"."""
+    known = dict.fromkeys(peer.name for peer in PEERS)
+    names = value.split(",")
+    if unknown := [name for name in names if name not in known and value != "all"]:
         raise click.BadParameter(f"there is no {unknown[0]!r} here, only {', '.join(known)}")
-    return tuple(known[name] for name in names)
+    return None if value == "all" else tuple(names)
+
+
+def add_sites(ctx: click.Context, param: click.Parameter, folders: tuple[str, ...]) -> None:
+    """In front of what is installed, and with the .pth files in them, which PYTHONPATH would not read."""
+    for folder in folders:
+        before = list(sys.path)
+        site.addsitedir(os.path.abspath(folder))  # noqa: PTH100 - the one form that sys.path has
+        sys.path[:] = [*(path for path in sys.path if path not in before), *before]
 
 
 class Commands(click.Group):
@@ -106,8 +142,8 @@ def json_option(function: F) -> F:
     return click.option("--json", "json_file", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE", help=text)(function)
 
 
-def open_report(json_file: str | None, stack: ExitStack) -> Report:
-    """The report of a command, with the header record already in its JSON lines."""
+def open_report(json_file: str | None, stack: ExitStack, **more: Any) -> Report:
+    """The report of a command, with the header record and what is `more` in it already in its JSON lines."""
     if json_file is None:
         return Report(console())
     try:
@@ -115,7 +151,7 @@ def open_report(json_file: str | None, stack: ExitStack) -> Report:
     except OSError as error:
         raise click.BadParameter(f"cannot write {json_file}: {error.strerror}", param_hint="'--json'") from None
     report = Report(console(stderr=json_file == "-"), stack.enter_context(lines))
-    report.record(environment())
+    report.record({**environment(), **more})
     return report
 
 
@@ -130,81 +166,194 @@ def main() -> None:
     """
 
 
+def device_option(function: F) -> F:
+    text = "Where the arrays are; by default in GPU memory, if there is a GPU."
+    return click.option("--device", type=click.Choice(["gpu", "host"]), help=text)(function)
+
+
+def open_place(device: str | None) -> Place:
+    """The place that was asked for: SetupError where it is the GPU and there is none."""
+    if device == "host" or (device is None and gpu.why_not()):
+        return HOST
+    return gpu.open_place()
+
+
 @main.command()
+@device_option
 @json_option
-def tour(json_file: str | None) -> int:
+def tour(device: str | None, json_file: str | None) -> int:
     """What this machine does, in 30 seconds (the default)."""
     deadline = time.perf_counter() + TOUR_S
     with ExitStack() as stack:
-        report = open_report(json_file, stack)
-        has_gpu = report.introduce(environment())
-        outcomes = run_timings(report, tour_suite(), PEERS, min_s=0.3, deadline=deadline)
-        report.memory_lesson(outcomes)
+        report, place = open_report(json_file, stack), open_place(device)
+        machine = environment()
+        report.introduce(machine, place)
+        if place.arch:
+            suite, names, min_s = gpu_tour_suite(), [OURS, "standard", "sdpa-flash", "sdpa-cudnn"], 0.15
+        else:
+            suite, names, min_s = tour_suite(), [OURS, "standard"], 0.3
+        found = run_timings(report, suite, contestants.peers_at(place.name, names), place, min_s=min_s, deadline=deadline)
+        report.memory_lesson(found)
+        shapes = "--tokens 16k --seqlen 1k:16k:x2 --causal" if place.arch else "--seqlen 1k:4k:x2 --heads 8/2 --causal"
         report.next_steps(
             ("check", "is every option right on this machine?"),
-            ("fwd --seqlen 1k:4k:x2 --heads 8/2 --causal", "the same for your shapes"),
-            ("doctor", "is everything there that the GPU needs?" if has_gpu else "what a GPU would need"),
+            (f"{'compare' if place.arch else 'fwd'} {shapes}", "the same for your shapes"),
+            ("doctor", "is everything there that the GPU needs?" if machine["devices"] else "what a GPU would need"),
         )
-    return exit_code(outcomes)
+    return exit_code(found)
 
 
-@main.command()
-@click.option("--batch", callback=as_sizes, default="1", show_default=True, metavar="SIZES", help="Sequences.")
-@click.option("--seqlen", callback=as_sizes, default="1k", show_default=True, metavar="SIZES", help="Queries, and keys as many.")
-@click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many.")
-@click.option("--heads", callback=as_pair, default="8", show_default=True, metavar="32/8", help="Query heads / key heads.")
-@click.option("--dim", callback=as_pair, default="64", show_default=True, metavar="192-128", help="Head dim of q and k - of v.")
-@click.option("--dtype", default="fp32", show_default=True, metavar="NAME", help=", ".join(DTYPES.values()) + ".")
-@click.option("--causal/--no-causal", default=False, show_default=True, help="Bottom-right where the lengths differ.")
-@click.option("--peers", callback=as_peers, metavar="NAMES", help=f"Of {', '.join(peer.name for peer in PEERS)}; default all.")
-@click.option("--min-time", type=click.FloatRange(min=0.01), default=0.5, show_default=True, metavar="S", help="Seconds of rounds a peer.")
-@json_option
-def fwd(
+SIZES = "SIZES are lists: 512, 4k, 1k,4k or 512:16k:x2 (each twice the last). Every combination is timed."
+
+
+def timing_options(default_peers: str) -> Callable[[F], F]:
+    """What `fwd` and `compare` share: all but the peers that they time when none is named."""
+    names = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
+    options = (
+        click.option("--batch", callback=as_sizes, default="1", show_default=True, metavar="SIZES", help="Sequences."),
+        click.option("--seqlen", callback=as_sizes, default="1k", show_default=True, metavar="SIZES", help="Queries, and keys as many."),
+        click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
+        click.option("--tokens", callback=as_sizes, metavar="SIZES", help="As many sequences as make this many queries; not --batch."),
+        click.option(
+            "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
+        ),
+        click.option("--dim", callback=as_pairs, default="64", show_default=True, metavar="192-128", help="Of q, k - of v; also 64,128."),
+        click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
+        click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
+        click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
+        click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
+        click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
+        click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
+        click.option("--peers", callback=as_names, default=default_peers, show_default=True, metavar="NAMES", help=f"all, or of {names}."),
+        click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
+        click.option(
+            "--site", multiple=True, callback=add_sites, expose_value=False, is_eager=True, metavar="DIR", help="Packages of peers."
+        ),
+        click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, ..."),
+        click.option(
+            "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
+        ),
+        click.option("--cold/--warm", default=True, show_default=True, help="Inputs out of the GPU's L2 cache, or left in it."),
+        click.option("--rounds", type=click.IntRange(min=1), default=MIN_ROUNDS, show_default=True, help="At least as many a peer."),
+        click.option(
+            "--min-time", type=click.FloatRange(min=0.01), default=0.5, show_default=True, metavar="S", help="Seconds of rounds a peer."
+        ),
+        device_option,
+        json_option,
+    )
+
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+@main.command(epilog=SIZES)
+@timing_options(f"{OURS},standard")
+def fwd(**options: Any) -> int:
+    """Time the forward pass of your own shapes."""
+    return time_cases(**options)
+
+
+@main.command(epilog=SIZES)
+@timing_options("all")
+def compare(**options: Any) -> int:
+    """Time every implementation found here, side by side in one process."""
+    return time_cases(**options)
+
+
+def time_cases(
+    *,
+    device: str | None,
+    json_file: str | None,
+    peers: tuple[str, ...] | None,
+    list_peers: bool,
+    family: str | None,
+    timer: str | None,
+    cold: bool,
+    rounds: int,
+    min_time: float,
+    **shapes: Any,
+) -> int:
+    """What fwd and compare do."""
+    place = open_place(device)
+    chosen = contestants.peers_at(place.name, peers)
+    if list_peers:
+        Report(console()).peers(contestants.versions(chosen))
+        return GOOD
+    if not chosen:
+        raise click.BadParameter(f"none of {', '.join(peers or ())} computes on the {place.name}", param_hint="'--peers'")
+    if timer is not None and timer not in place.timers:
+        raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
+    if family is not None and (place is HOST or family not in kernels.families()):
+        known = ", ".join(kernels.families())
+        raise click.BadParameter(f"{family!r} is no family of GPU kernels here: {known}, on a GPU", param_hint="'--family'")
+    cases = as_cases(place, **shapes)
+    with ExitStack() as stack:
+        report = open_report(json_file, stack, peers=contestants.versions(chosen), family=family)
+        stack.enter_context(kernels.only_family(family))
+        return exit_code(run_timings(report, cases, chosen, place, timer=timer, cold=cold, min_rounds=rounds, min_s=min_time))
+
+
+def as_cases(
+    place: Place,
+    *,
     batch: tuple[int, ...],
     seqlen: tuple[int, ...],
     seqlen_k: tuple[int, ...] | None,
-    heads: tuple[int, int],
-    dim: tuple[int, int],
-    dtype: str,
-    causal: bool,
-    peers: tuple[Peer, ...],
-    min_time: float,
-    json_file: str | None,
-) -> int:
-    """Time the forward pass of your own shapes.
-
-    SIZES are lists: 512, 4k, 1k,4k or 512:16k:x2 (each twice the last); every combination is timed.
-    """
-    if heads[0] % heads[1]:
+    tokens: tuple[int, ...] | None,
+    heads: tuple[int, int] | None,
+    dim: tuple[tuple[int, int], ...],
+    dtype: str | None,
+    causal: str | None,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+) -> list[Case]:
+    """Every combination of the options, the head dims outermost."""
+    if heads is not None and heads[0] % heads[1]:
         raise click.BadParameter(f"{heads[0]} query heads are no multiple of {heads[1]} key heads", param_hint="'--heads'")
+    dtype = dtype or ("bf16" if place.arch else "fp32")
     name = {brief: name for name, brief in DTYPES.items()}.get(dtype, dtype)
     if name not in DTYPES:
         raise click.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES.values())}", param_hint="'--dtype'")
-    if name not in available_dtypes():
-        raise click.BadParameter("bfloat16 on the host needs ml_dtypes: pip install ml_dtypes", param_hint="'--dtype'")
-    shapes = ((b, sq, sk) for b in batch for sq in seqlen for sk in seqlen_k or (sq,))
-    with ExitStack() as stack:
-        cases = [Case(*shape, *heads, *dim, name, causal) for shape in shapes]
-        return exit_code(run_timings(open_report(json_file, stack), cases, peers, min_s=min_time))
+    if name not in available_dtypes() and not (place.arch and gpu.torch_with_cuda()):
+        raise click.BadParameter("bfloat16 without torch needs ml_dtypes: pip install ml_dtypes", param_hint="'--dtype'")
+    if tokens is not None and any(count < sq for count in tokens for sq in seqlen):
+        raise click.BadParameter("fewer tokens than one sequence has", param_hint="'--tokens'")
+    masks = {"both": (False, True), "yes": (True,)}.get(causal or "no", (False,))
+    shapes = [(b, sq, sk) for b in batch for sq in seqlen for sk in seqlen_k or (sq,)]
+    if tokens is not None:
+        shapes = [(count // sq, sq, sk) for count in tokens for sq in seqlen for sk in seqlen_k or (sq,)]
+    return [
+        Case(*shape, *(heads or (max(1, 2048 // d),) * 2), d, dv, name, masked, window, None, softcap)
+        for d, dv in dim
+        for masked in masks
+        for shape in shapes
+    ]
 
 
 @main.command()
 @click.option("--full", is_flag=True, help="Add long sequences and 400 random cases: half a minute.")
+@device_option
 @json_option
-def check(full: bool, json_file: str | None) -> int:
+def check(full: bool, device: str | None, json_file: str | None) -> int:
     """Compare every option with float64 on this machine; exit code 1 if anything is wrong."""
     suite = check_suite(full=full)
     start = time.perf_counter()
     with ExitStack() as stack:
-        report = open_report(json_file, stack)
-        report.start_checks(available_dtypes())
+        report, place = open_report(json_file, stack), open_place(device)
+        # On a GPU most of the time is NVRTC's, which compiles several variants at once; the host path has threads of its own.
+        pool = stack.enter_context(ThreadPoolExecutor(min(8, os.cpu_count() or 1))) if place.arch else None
+        report.start_checks(available_dtypes(), place)
         wrong, skipped, total = [], [], 0
         with report.progress(sum(map(len, suite.values()))):
             for group, cases in suite.items():
                 report.advance(to=group)
                 verdicts = []
-                for case in cases:
-                    verdicts.append((case, checking.run(case)))
+                for case, verdict in zip(cases, (pool.map if pool else map)(lambda case: checking.run(case, place), cases), strict=True):
+                    verdicts.append((case, verdict))
                     report.advance(1)
                 report.checks(group, verdicts)
                 wrong += [(case, verdict) for case, verdict in verdicts if not verdict.ok]
@@ -229,33 +378,73 @@ def doctor() -> int:
     Works without a GPU and without CuPy. Exit code 0: arrays in GPU memory can be computed here; 3: not, and the text says why.
     """
     found = diagnose()
+    if not found.problems:
+        found = found._replace(gpu=gpu.smoke(SMALL))
     Report(console()).diagnosis(found)
-    return FAILED if not found.host.ok else SETUP if found.problems else GOOD
+    wrong = not found.host.ok or (found.gpu is not None and not found.gpu.ok)
+    return FAILED if wrong else SETUP if found.problems else GOOD
+
+
+@main.command()
+@click.option("--arch", metavar="NAME", help="sm_80, sm_90a, ...; default this GPU's, else sm_90a.")
+@click.option("--dtype", default="bf16", show_default=True, metavar="NAMES", help=f"A list of {', '.join(DTYPES.values())}.")
+@click.option("--dim", type=click.IntRange(1, 256), metavar="D", help="Only rows that serve this head dim.")
+@json_option
+def variants(arch: str | None, dtype: str, dim: int | None, json_file: str | None) -> int:
+    """The rows of the kernel tables: registers, shared memory, spills, and why each is there.
+
+    Compiles all of them; needs NVRTC and no GPU.
+    """
+    arch = (arch or (None if gpu.why_not() else gpu.open_place().arch) or "sm_90a").removeprefix("sm_")
+    if arch not in kernels.architectures():
+        known = ", ".join(f"sm_{known}" for known in kernels.architectures())
+        raise click.BadParameter(f"'sm_{arch}' is none of {known}", param_hint="'--arch'")
+    names = {brief: name for name, brief in DTYPES.items()}
+    unknown = [name for name in dtype.split(",") if name not in names and name not in DTYPES]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(DTYPES.values())}", param_hint="'--dtype'")
+    chosen = kernels.candidates(arch, tuple(names.get(name, name) for name in dtype.split(",")), dim)
+    failed = False
+    with ExitStack() as stack:
+        report = open_report(json_file, stack)
+        report.start_kernels(arch)
+        with report.progress(len(chosen)):
+            for built in kernels.build(chosen, arch):
+                report.kernel(built, arch)
+                report.advance(1)
+                failed |= built.error is not None
+    return FAILED if failed else GOOD
 
 
 def run_timings(
-    report: Report, cases: Sequence[Case], peers: Sequence[Peer], *, min_s: float, deadline: float | None = None
-) -> list[tuple[Case, list[Outcome]]]:
+    report: Report,
+    cases: Sequence[Case],
+    peers: Sequence[Peer],
+    place: Place,
+    *,
+    deadline: float | None = None,
+    **options: Any,
+) -> list[Comparison]:
     """Time the cases; print and record each as it is done."""
-    report.start_timings(peers[0].place.ceilings())
-    outcomes = []
+    report.start_timings(place)
+    found = []
     too_much = math.inf  # FLOPs of the first case that the deadline dropped: another as large is not even tried
     with report.progress(len(cases)):
         for case in cases:
             report.advance(to=f"{case.mode} {case.label}")
             if case.flops < too_much:
-                found = compare(case, peers, min_s=min_s, deadline=deadline)
-                if any(outcome.why_not == LATE for outcome in found):
+                one = contestants.compare(case, peers, place, deadline=deadline, **options)
+                if any(outcome.why_not == LATE for outcome in one.outcomes):
                     too_much = case.flops
             else:
-                found = [Outcome(peer.name, why_not=LATE) for peer in peers]
-            report.timings(case, found)
+                one = Comparison(case, [Outcome(peer.name, why_not=LATE) for peer in peers])
+            report.timings(one)
             report.advance(1)
-            outcomes.append((case, found))
+            found.append(one)
     report.explain_columns()
-    return outcomes
+    return found
 
 
-def exit_code(outcomes: list[tuple[Case, list[Outcome]]]) -> int:
+def exit_code(found: Sequence[Comparison]) -> int:
     """A wrong result is a failed check; a peer that could not run is not."""
-    return FAILED if any(outcome.verdict and not outcome.verdict.ok for _, found in outcomes for outcome in found) else GOOD
+    return FAILED if any(outcome.verdict and not outcome.verdict.ok for one in found for outcome in one.outcomes) else GOOD

@@ -20,12 +20,15 @@ import numpy as np
 
 import cupyflash
 
-from . import check
+from . import check, nvml
 from .cases import Case
 
 # The oldest driver of each CUDA major that has an extra (NVIDIA's minor-version compatibility: every 12.x runs on 525, every 13.x on 580).
 DRIVERS = {13: "580", 12: "525"}
-FRAMEWORKS = ("torch", "jax", "ml_dtypes", "transformers", "flash-attn", "flashinfer-python", "xformers", "triton")
+FRAMEWORKS = (
+    *("torch", "jax", "ml_dtypes", "transformers", "triton"),
+    *("flash-attn", "tokenspeed-fa3", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+)
 
 
 def environment() -> dict[str, Any]:
@@ -40,6 +43,8 @@ def environment() -> dict[str, Any]:
         "cache_dir": home_as_tilde(found["cache_dir"]),
         "driver": found["driver"] or driver.cuda,
         "devices": [gpu._asdict() for gpu in driver.gpus],
+        "nvml": nvml_facts(),
+        "packages": {name: version for name in FRAMEWORKS if (version := installed(name))},
         "blas": blas(),
         "cpu": cpu_name(),
         "cores": usable_cores(),
@@ -93,6 +98,14 @@ def available_memory() -> int | None:
         return total_memory()
 
 
+def nvml_facts() -> dict[str, Any] | None:
+    """The driver's release, clock and power limit of the first GPU, where there is one and it says so."""
+    try:
+        return nvml.Sensor().facts()
+    except OSError:
+        return None
+
+
 class Gpu(NamedTuple):
     name: str
     arch: str
@@ -139,24 +152,29 @@ def nvidia_driver() -> Driver:
     return Driver(cuda, gpus)
 
 
+SMALL = Case(1, 33, 47, 2, 1, 24, 16, "float32", causal=True, return_lse=True)  # one attention to say whether a path works at all
+
+
 class Problem(NamedTuple):
     why: str
     way_out: str  # lines to paste into a shell, or what to do where none helps
 
 
 class Diagnosis(NamedTuple):
-    """`facts` in the order to print them; `problems` keep GPU arrays from working, in the order to mend them."""
+    """`facts` in the order to print them; `problems` keep GPU arrays from working, in the order to mend them; the verdicts are those of
+    SMALL on each path, that of `gpu` None where it was not tried."""
 
     facts: list[tuple[str, str]]
     host: check.Verdict
     problems: list[Problem]
+    gpu: check.Verdict | None = None
 
 
 def diagnose() -> Diagnosis:
     """Look at everything that matters, and compute one small attention on the host. Nothing is left behind, nothing raises."""
     found, driver, wheels, headers = config(), nvidia_driver(), cupy_wheels(), cuda_headers()
     unwritable = why_not_writable(Path(found["cache_dir"]))
-    host = check.run(Case(1, 33, 47, 2, 1, 24, 16, "float32", causal=True, return_lse=True))
+    missing = problems(found, driver, wheels, has_headers=headers is not None, unwritable=unwritable)
     facts = [
         ("cupyflash", found["cupyflash"]),
         ("python", f"{found['python']}, {platform.system()} {platform.machine()}"),
@@ -171,7 +189,7 @@ def diagnose() -> Diagnosis:
         ("cache", home_as_tilde(found["cache_dir"]) + (f", not writable: {unwritable}" if unwritable else ", writable")),
         *((name, version) for name in FRAMEWORKS if (version := installed(name))),
     ]
-    return Diagnosis(facts, host, problems(found, driver, wheels, has_headers=headers is not None, unwritable=unwritable))
+    return Diagnosis(facts, check.run(SMALL), missing)
 
 
 def problems(found: dict[str, Any], driver: Driver, wheels: dict[str, str], *, has_headers: bool, unwritable: str | None) -> list[Problem]:

@@ -1,69 +1,88 @@
-"""What is timed side by side, each an adapter of a few lines; adding one to PEERS is all it takes. `compare` runs a case through them."""
+"""What is timed side by side, each an adapter of a few lines; adding one to PEERS is all it takes. `compare` runs a case through them.
+
+An adapter has no say in how it is timed or checked. It binds a case's arrays to a call, and says why it cannot run where it cannot.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupyflash
 
-from . import check, timing
-from .cases import Array, Case, Inputs
+from . import check, gpu, timing
+from .cases import ITEMSIZE, Array, Case, Inputs
 from .machine import available_memory
-from .timing import Call, Timing
+from .timing import HOST, Call, CaptureError, Place, Round, Timing
+
+OURS = "cupyflash"
 
 
 class Peer:
-    """One way to compute attention. Subclasses give `bind`, and whatever differs from an implementation on host arrays."""
+    """One way to compute attention. Subclasses give `bind`, and whatever differs from these answers."""
 
     name = ""
-    place: timing.Place = timing.HOST  # peers that are compared share one
+    place = "gpu"  # the name of the place whose arrays it takes; "" is any
+    package = ""  # the distribution that it comes from
 
-    def why_not(self, case: Case) -> str | None:
+    def missing(self) -> str | None:
+        """Why this peer cannot run at all here, or None."""
+        return None
+
+    def version(self) -> str:
+        return metadata.version(self.package)
+
+    def why_not(self, case: Case, place: Place) -> str | None:
         """Why this peer cannot run the case, or None."""
         return None
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
-        """A call without arguments that does the attention and nothing else: conversions, copies and warnings come before."""
-        raise NotImplementedError
+        """A call without arguments that does the attention and nothing else: conversions, copies and warnings come before.
 
-    def to_host(self, result: Any) -> tuple[Array, Array | None]:
-        """out (B, Sq, Hq, Dv) and, if the case asked for it, lse (B, Hq, Sq)."""
-        return np.asarray(result), None
+        Its result is out (B, Sq, Hq, Dv), or a tuple that starts with it.
+        """
+        raise NotImplementedError
 
 
 class CupyFlash(Peer):
-    """The library on host arrays."""
+    """The library, on whatever arrays there are."""
 
-    name = "cupyflash"
+    name, place = OURS, ""
+
+    def version(self) -> str:
+        return cupyflash.__version__
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         q, k, v, options = inputs
         return lambda: cupyflash.attention(q, k, v, **options)
 
-    def to_host(self, result: Any) -> tuple[Array, Array | None]:
-        return (result.out, result.lse) if isinstance(result, cupyflash.AttentionResult) else (result, None)
-
 
 class Standard(Peer):
     """The three-step formula, as well as NumPy can do it: every score in memory at once, one batched matmul for each product."""
 
-    name = "standard"
+    name, place, package = "standard", "host", "numpy"
 
-    def why_not(self, case: Case) -> str | None:
+    def why_not(self, case: Case, place: Place) -> str | None:
         if case.window_size or case.softcap or case.extras:
             return "it has no window, softcap, bias or mask"
-        free = available_memory()
-        if free is not None and case.score_bytes > free // 2:
-            return f"its scores take {case.score_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
-        return None
+        return _does_not_fit(case.num_scores * max(4, ITEMSIZE[case.dtype]), available_memory())
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         scale = case.softmax_scale or case.head_dim**-0.5
         return lambda: standard(inputs.q, inputs.k, inputs.v, scale, causal=case.causal)
+
+
+def _does_not_fit(num_bytes: int, free: int | None) -> str | None:
+    if free is not None and num_bytes > free // 2:
+        return f"its scores take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+    return None
 
 
 def standard(q: Array, k: Array, v: Array, scale: float, *, causal: bool) -> Array:
@@ -90,7 +109,130 @@ def standard(q: Array, k: Array, v: Array, scale: float, *, causal: bool) -> Arr
     return out
 
 
-PEERS: tuple[Peer, ...] = (CupyFlash(), Standard())
+class StandardOnGpu(Peer):
+    """The same formula in CuPy, in the inputs' dtype with float32 sums, as one would write it there: cuBLAS and five passes over scores."""
+
+    name = "standard"
+
+    def missing(self) -> str | None:
+        return gpu.why_no_cublas()
+
+    def version(self) -> str:
+        return f"CuPy {importlib.import_module('cupy').__version__}"
+
+    def why_not(self, case: Case, place: Place) -> str | None:
+        if case.window_size or case.softcap or case.extras:
+            return "it has no window, softcap, bias or mask"
+        return _does_not_fit(case.num_scores * ITEMSIZE[case.dtype], place.free_bytes() if isinstance(place, gpu.Gpu) else None)
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        cp = importlib.import_module("cupy")
+        q, k, v = (x if isinstance(x, cp.ndarray) else cp.from_dlpack(x) for x in inputs[:3])
+        scale, offset = case.softmax_scale or case.head_dim**-0.5, case.seqlen_k - case.seqlen_q
+        B, Sq, Hq, D = q.shape
+        Sk, Hkv, Dv = k.shape[1], k.shape[2], v.shape[3]
+        hide = cp.ElementwiseKernel(
+            "int64 Sq, int64 Sk, int64 offset", "T s", "if (i % Sk > i / Sk % Sq + offset) s = T(-INFINITY)", "hide_above_diagonal"
+        )
+        # A row that sees no key has the maximum -inf; its weights are zeros, as everywhere here.
+        weigh = cp.ElementwiseKernel(
+            "T m, float32 scale", "T s", "s = T(isinf(float(m)) ? 0.f : __expf(scale * (float(s) - float(m))))", "weigh"
+        )
+
+        def call() -> Any:
+            scores = cp.matmul(q.transpose(0, 2, 1, 3).reshape(B, Hkv, -1, D), k.transpose(0, 2, 3, 1))
+            if case.causal:
+                hide(Sq, Sk, offset, scores)
+            weigh(scores.max(axis=-1, keepdims=True), scale, scores)
+            row_sum = scores.sum(axis=-1, keepdims=True, dtype=np.promote_types(np.float32, q.dtype) if q.dtype.kind == "f" else np.float32)
+            out = (cp.matmul(scores, v.transpose(0, 2, 1, 3)) / cp.maximum(row_sum, 1e-30)).astype(q.dtype, copy=False)
+            return out.reshape(B, Hq, Sq, Dv).transpose(0, 2, 1, 3)
+
+        return call
+
+
+def _no_torch() -> str | None:
+    return None if gpu.torch_with_cuda() is not None else "torch with CUDA is not installed"
+
+
+class Sdpa(Peer):
+    """torch's scaled_dot_product_attention with one of its backends, on transposed views of the same memory, which is how a (B, S, H, D)
+    program calls it; `contiguous` copies them to (B, H, S, D) beforehand."""
+
+    package = "torch"
+    _BACKENDS = ("flash", "cudnn", "mem_efficient", "math")
+
+    def __init__(self, name: str, backend: str, *, contiguous: bool = False) -> None:
+        self.name, self.backend, self.contiguous = name, backend, contiguous
+
+    def missing(self) -> str | None:
+        return _no_torch()
+
+    def why_not(self, case: Case, place: Place) -> str | None:
+        if case.window_size or case.softcap or case.extras:
+            return "it has no window and no softcap, and its bias is timed nowhere here"
+        if case.causal and case.seqlen_q != case.seqlen_k:
+            return "its causal mask starts top left, ours ends bottom right: the same only for equal lengths"
+        return None
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        torch = gpu.torch_with_cuda()
+        q, k, v = (x.transpose(1, 2).contiguous() if self.contiguous else x.transpose(1, 2) for x in inputs[:3])
+        # The switches, not the context manager sdpa_kernel, whose host time is a third of a whole call's.
+        switches = [(getattr(torch.backends.cuda, f"enable_{name}_sdp"), name == self.backend) for name in self._BACKENDS]
+        options = {"is_causal": case.causal, "scale": case.softmax_scale, "enable_gqa": case.num_heads_q != case.num_heads_kv}
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+
+        def call() -> Any:
+            for enable, on in switches:
+                enable(on)
+            return sdpa(q, k, v, **options).transpose(1, 2)
+
+        return call
+
+
+class FlashAttention(Peer):
+    """FlashAttention-3 and -4: one signature, `window_size` of FA4 with None where FA3 has -1."""
+
+    def __init__(self, name: str, module: str, package: str, unlimited: int | None) -> None:
+        self.name, self.module, self.package, self.unlimited = name, module, package, unlimited
+
+    def missing(self) -> str | None:
+        try:
+            found = importlib.util.find_spec(self.module)
+        except ImportError:
+            found = None
+        return _no_torch() or (None if found else f"no module {self.module} ({self.package}); --site adds a folder of packages")
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        function = importlib.import_module(self.module).flash_attn_func
+        left, right = (self.unlimited if side is None or side < 0 else side for side in case.window_size or (None, None))
+        options = {"softmax_scale": case.softmax_scale, "causal": case.causal, "window_size": (left, right), "softcap": case.softcap or 0.0}
+        if case.mode == "decode" and self.name == "fa3":
+            options["num_splits"] = 0  # its own choice, as in its function for caches; the default is never to split the keys
+        return lambda: function(*inputs[:3], **options)
+
+
+PEERS: tuple[Peer, ...] = (
+    CupyFlash(),
+    Standard(),
+    StandardOnGpu(),
+    Sdpa("sdpa-flash", "flash"),
+    Sdpa("sdpa-cudnn", "cudnn"),
+    Sdpa("sdpa-mem", "mem_efficient"),
+    FlashAttention("fa3", "flash_attn_interface", "tokenspeed-fa3", -1),
+    FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", None),
+)
+
+
+def peers_at(place: str, names: Sequence[str] | None = None) -> tuple[Peer, ...]:
+    """The peers that take arrays of a place, all or the named ones."""
+    return tuple(peer for peer in PEERS if peer.place in ("", place) and (names is None or peer.name in names))
+
+
+def versions(peers: Sequence[Peer]) -> dict[str, str]:
+    """What each peer is, or why it is not there."""
+    return {peer.name: f"not found: {reason}" if (reason := peer.missing()) else peer.version() for peer in peers}
 
 
 LATE = "it would take too long here"
@@ -108,42 +250,105 @@ class Outcome(NamedTuple):
     ratio_to_best: float | None = None  # speed against the fastest other peer of the same case: above 1 is faster than all of them
 
 
-def compare(case: Case, peers: Sequence[Peer] = PEERS, *, min_s: float = 0.3, deadline: float | None = None) -> list[Outcome]:
+class Comparison(NamedTuple):
+    """The outcomes of a case, and what they share: the timer, whether each call found its inputs cold (None: not controlled), the kernel
+    that the library chose, and why the timer is not the one asked for."""
+
+    case: Case
+    outcomes: list[Outcome]
+    timer: str = ""
+    cold: bool | None = None
+    kernel: str | None = None
+    note: str = ""
+
+
+def compare(
+    case: Case,
+    peers: Sequence[Peer],
+    place: Place = HOST,
+    *,
+    timer: str | None = None,
+    cold: bool = True,
+    min_s: float = 0.3,
+    min_rounds: int = timing.MIN_ROUNDS,
+    deadline: float | None = None,
+) -> Comparison:
     """Run the case by each peer: first call, check of its result, interleaved rounds, memory. Wrong results are not timed.
 
     `deadline` (of time.perf_counter) drops the rounds of a case that would not be over by then.
     """
-    inputs = case.inputs()
-    outcomes: dict[str, Outcome] = {}
-    ready: dict[str, tuple[Peer, Call]] = {}
-    for peer in peers:
-        if reason := peer.why_not(case):
-            outcomes[peer.name] = Outcome(peer.name, why_not=reason)
-            continue
-        try:
-            call = peer.bind(case, inputs)
-            first_ms, result = timing.first_call(call, peer.place.timer)
-        except NotImplementedError as error:
-            outcomes[peer.name] = Outcome(peer.name, why_not=str(error))
-            continue
-        except Exception as error:  # one peer's failure is a line of the table; the others still run
-            outcomes[peer.name] = Outcome(peer.name, verdict=check.failure(case, error))
-            continue
-        verdict = check.spot_check(case, inputs, peer.to_host(result)[0])
-        outcomes[peer.name] = Outcome(peer.name, verdict=verdict, first_ms=first_ms)
-        if verdict.ok:
-            ready[peer.name] = (peer, call)
-    rounds = timing.MIN_ROUNDS + 2  # one of warm-up, those that count, one for memory
+    with place:
+        sets = place.inputs(case, cold=cold)
+        outcomes: dict[str, Outcome] = {}
+        ready: dict[str, list[Call]] = {}
+        for peer in peers:
+            outcomes[peer.name], calls = _first(case, peer, place, sets)
+            if calls:
+                ready[peer.name] = calls
+        found = Comparison(case, [])
+        if ready and deadline is not None and _is_late(place, ready, outcomes, deadline, min_rounds):
+            outcomes |= {name: outcomes[name]._replace(why_not=LATE) for name in ready}
+        elif ready:
+            name, rounds, note = _rounds(ready, place.timers, timer)
+            timings = timing.measure(rounds, min_s=min_s, max_s=4 * min_s, min_rounds=min_rounds)
+            is_cold = len(sets) * case.num_bytes >= place.cache_bytes if place.cache_bytes else None
+            found = found._replace(timer=name, cold=is_cold, kernel=_kernel(case, place), note=note)
+            del rounds  # graphs hold memory
+            for name, calls in ready.items():
+                others = [timings[other].ms for other in timings if other != name]
+                ratio = min(others) / timings[name].ms if others else None
+                peak = place.peak_bytes(calls[0])
+                outcomes[name] = outcomes[name]._replace(timing=timings[name], peak_bytes=peak, ratio_to_best=ratio)
+        return found._replace(outcomes=list(outcomes.values()))
+
+
+def _first(case: Case, peer: Peer, place: Place, sets: Sequence[Inputs]) -> tuple[Outcome, list[Call]]:
+    """The first call of a peer and the check of its result; its calls, one for each set of inputs, if they are worth timing."""
+    if reason := peer.missing() or peer.why_not(case, place):
+        return Outcome(peer.name, why_not=reason), []
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            calls = [peer.bind(case, inputs) for inputs in sets]
+            first_ms, result = timing.first_call(calls[0], place.wait)
+    except NotImplementedError as error:
+        return Outcome(peer.name, why_not=str(error)), []
+    except Exception as error:  # one peer's failure is a line of the table; the others still run
+        if peer.name == OURS:
+            return Outcome(peer.name, verdict=check.failure(case, error)), []
+        reasons = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in said)]
+        return Outcome(peer.name, why_not="; ".join(" ".join(text.split())[:120] for text in reasons[:3])), []
+    verdict = check.spot_check(case, sets[0], result[0] if isinstance(result, tuple) else result, place)
+    return Outcome(peer.name, verdict=verdict, first_ms=first_ms), calls if verdict.ok else []
+
+
+def _is_late(place: Place, ready: Mapping[str, list[Call]], outcomes: Mapping[str, Outcome], deadline: float, min_rounds: int) -> bool:
+    rounds = min_rounds + 2  # one of warm-up, those that count, one for memory
     once_s = sum(outcomes[name].first_ms or 0 for name in ready) / 1e3
-    if deadline is not None and once_s * rounds > deadline - time.perf_counter():
-        once_s = sum(peer.place.timer(call).ms for peer, call in ready.values()) / 1e3  # a first call may be slow for reasons of its own
-        if once_s * rounds > deadline - time.perf_counter():
-            return [outcome._replace(why_not=LATE) if outcome.peer in ready else outcome for outcome in outcomes.values()]
-    if ready:
-        timer = next(iter(ready.values()))[0].place.timer
-        timings = timing.measure({name: call for name, (_, call) in ready.items()}, timer, min_s=min_s, max_s=4 * min_s)
-        for name, (peer, call) in ready.items():
-            others = [timings[other].ms for other in timings if other != name]
-            ratio = min(others) / timings[name].ms if others else None
-            outcomes[name] = outcomes[name]._replace(timing=timings[name], peak_bytes=peer.place.peak_bytes(call), ratio_to_best=ratio)
-    return list(outcomes.values())
+    if once_s * rounds <= deadline - time.perf_counter():
+        return False
+    # A first call may be slow for reasons of its own.
+    once_s = sum(timing.first_call(calls[0], place.wait)[0] for calls in ready.values()) / 1e3
+    return once_s * rounds > deadline - time.perf_counter()
+
+
+def _rounds(
+    ready: Mapping[str, Sequence[Call]], timers: Mapping[str, Callable[[Sequence[Call]], Round]], timer: str | None
+) -> tuple[str, dict[str, Round], str]:
+    """The name of the timer, the rounds of every peer by it, and a note: peers are only compared by one and the same timer, so where a
+    call cannot be captured all take the next one."""
+    first, *others = list(timers)[list(timers).index(timer) if timer else 0 :]
+    try:
+        return first, {peer: timers[first](calls) for peer, calls in ready.items()}, ""
+    except CaptureError as error:
+        name, rounds, note = _rounds(ready, timers, others[0])
+        return name, rounds, note or f"{first} cannot record a call: {error}"
+
+
+def _kernel(case: Case, place: Place) -> str | None:
+    """The name of the variant that the library runs the case with."""
+    if place.arch is None:
+        return None
+    sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "dtype")
+    answer = cupyflash.supports(device="cuda", **{name: getattr(case, name) for name in sizes}, **case.options)
+    return ", ".join(variant.name for variant in answer.variants) or None

@@ -6,9 +6,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import IO, Any
 
 from rich.console import Console
@@ -17,11 +17,13 @@ from rich.text import Text
 
 from .cases import DTYPES, Case, short
 from .check import LIMITS, Verdict
+from .kernels import Built
 from .machine import Diagnosis
-from .peers import Outcome
-from .timing import NOISE, Ceilings
+from .peers import OURS, Comparison, Outcome
+from .timing import NOISE, Place, Timing
 
 WIDE = 80  # the tables need 76 columns; below WIDE they drop some and fit 60
+WIDER = 90  # what the table of a GPU needs
 PIPED = 100  # a pipe has no width of its own, and nobody gains from columns dropped in a log
 
 
@@ -36,27 +38,35 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def case_fields(case: Case) -> dict[str, Any]:
-    names = ("mode", "head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k", "causal", "dtype")
-    return {name: getattr(case, name) for name in names}
+    sizes = ("head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k")
+    return {name: getattr(case, name) for name in ("mode", *sizes, "causal", "window_size", "softcap", "dtype")}
 
 
-def result_line(case: Case, outcome: Outcome) -> dict[str, Any]:
+def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
     """A timed outcome: the one line without a "record" field, which every other line has.
 
     Decode says gbps, everything else tflops, because that is what limits each. host_us is null on host arrays: there the call is host
     time from end to end, and `ms` has said it. ratio_to_best is this peer's speed over that of the fastest *other* peer of the case, so
-    a winner shows by how much (null when it ran alone).
+    a winner shows by how much (null when it ran alone). `cold` is whether each call found its inputs out of the L2 cache, null where
+    that is not controlled; `error` is the largest of the check before the timing, `kernel` the variant that the library chose.
     """
-    ms, spread, host_us, _ = timed(outcome)
-    rate = {"gbps": case.num_bytes / ms / 1e6} if case.mode == "decode" else {"tflops": case.flops / ms / 1e9}
+    case, timing = found.case, timed(outcome)
+    rate = {"gbps": case.num_bytes / timing.ms / 1e6} if case.mode == "decode" else {"tflops": case.flops / timing.ms / 1e9}
     return {
         **case_fields(case),
         "peer": outcome.peer,
-        "ms": ms,
-        "spread": spread,
+        "ms": timing.ms,
+        "spread": timing.spread,
         **rate,
-        "host_us": host_us,
+        "host_us": timing.host_us,
         "ratio_to_best": outcome.ratio_to_best,
+        "timer": found.timer,
+        "cold": found.cold,
+        "rounds": timing.rounds,
+        "clock_mhz": timing.clock_mhz,
+        "error": finite(outcome.verdict.error) if outcome.verdict else None,
+        "kernel": found.kernel if outcome.peer == OURS else None,
+        "note": found.note or None,
     }
 
 
@@ -68,7 +78,6 @@ def outcome_record(case: Case, outcome: Outcome) -> dict[str, Any]:
         **case_fields(case),
         "peer": outcome.peer,
         "first_call_ms": outcome.first_ms,
-        "rounds": outcome.timing.rounds if outcome.timing else 0,
         "peak_bytes": outcome.peak_bytes,
         "error": finite(verdict.error) if verdict else None,
         "limit": verdict.limit if verdict else None,
@@ -86,10 +95,27 @@ def finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
 
 
-def timed(outcome: Outcome) -> Any:
+def timed(outcome: Outcome) -> Timing:
     if outcome.timing is None:
         raise ValueError(f"{outcome.peer} was not timed: {outcome.why_not or outcome.verdict}")
     return outcome.timing
+
+
+def conditions(found: Comparison) -> list[str]:
+    """How a case was timed: the timer, the caches, the clock, the kernel."""
+    clocks = [outcome.timing.clock_mhz for outcome in found.outcomes if outcome.timing and outcome.timing.clock_mhz]
+    low, high = (f"{bound(clocks):.0f}" for bound in (min, max)) if clocks else ("", "")
+    clock = f"{low} MHz" if low == high else f"{low}-{high} MHz"
+    warmth = {None: "", True: "cold", False: "hot"}[found.cold]
+    return [text for text in (found.timer, warmth, clock if clocks else "clock unknown", found.kernel, found.note) if text]
+
+
+def gpu_path(found: Diagnosis) -> str:
+    if found.problems:
+        return "not ready"
+    if found.gpu is None:
+        return "nothing is missing"
+    return "works (a kernel was compiled, run and compared with float64)" if found.gpu.ok else f"WRONG: {found.gpu}"
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------
@@ -111,12 +137,11 @@ def si(value: float, unit: str) -> str:
 
 
 class Columns:
-    """A table printed row by row, while the work goes on: (title, width, only where the terminal is WIDE), the first one to the left."""
+    """A table printed row by row, while the work goes on: (title, width, terminal width from which it is shown), the first to the left."""
 
-    def __init__(self, table: Console, columns: Iterable[tuple[str, int, bool]]) -> None:
-        wide = table.width >= WIDE
+    def __init__(self, table: Console, columns: Sequence[tuple[str, int, int]]) -> None:
         self.table = table
-        self.columns = [(width, wide or not only_wide) for _, width, only_wide in columns]
+        self.columns = [(width, table.width >= shown_from) for _, width, shown_from in columns]
         self.row([(title, "bold") for title, _, _ in columns])
 
     def row(self, cells: Iterable[tuple[str, str]]) -> None:
@@ -182,91 +207,131 @@ class Report:
 
     # Timing ---------------------------------------------------------------------------------------------------------------------
 
-    def introduce(self, machine: dict[str, Any]) -> bool:
-        """What this machine is; whether it has a GPU."""
+    def introduce(self, machine: dict[str, Any], place: Place) -> None:
+        """What this machine is, and where the arrays of what follows are."""
         memory = f", {machine['memory_bytes'] / 1e9:.0f} GB" if machine["memory_bytes"] else ""
-        gpus = ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["devices"])
+        gpus = ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["devices"]) or "none"
         self.say(f"cupyflash {machine['cupyflash']}: tiled attention and the three-step formula", "bold")
         self.say(f"  cpu   {machine['cpu']}, {machine['cores']} cores{memory}")
         self.say(f"  numpy {machine['numpy']}, {machine['blas'] or 'BLAS unknown'}")
-        self.say(f"  gpu   {gpus or 'none: arrays are NumPy'}")
-        return bool(gpus)
+        self.say(f"  gpu   {gpus}" + ("" if place.arch else ": arrays are NumPy"))
 
-    def start_timings(self, ceilings: Ceilings) -> None:
-        self.record({"record": "ceilings", **ceilings._asdict()})
-        self.say(f"  peak  {si(ceilings.flops_per_s, 'FLOP/s')} matmul, {si(ceilings.bytes_per_s, 'B/s')} read, measured now\n")
-        self._ceilings = ceilings
-        titles = (("", 11, False), ("first ms", 9, True), ("ms", 9, False), ("±", 6, True), ("rate", 14, False))
-        self._rows = Columns(self.table, (*titles, ("of peak", 9, True), ("memory", 9, False), ("speed", 8, False)))
+    def start_timings(self, place: Place) -> None:
+        """Measure what the machine can reach, and begin the table."""
+        self._ceilings = place.ceilings()
+        self.record({"record": "ceilings", "place": place.name, **self._ceilings._asdict()})
+        flops, read = self._ceilings
+        matmul = f"{si(flops, 'FLOP/s')} matmul" if flops else "matmul unknown (no cuBLAS)"
+        self.say(f"  peak  {matmul}, {si(read, 'B/s') if read else 'unknown'} read, measured now\n")
+        queued = place.arch is not None
+        first_ms = ("first ms", 9, WIDER if queued else WIDE)
+        host_us = (("host us", 9, WIDE),) if queued else ()
+        rest = (("of peak", 9, WIDE), ("memory", 9, 0), ("speed", 8, 0))
+        self._rows = Columns(self.table, (("", 11, 0), first_ms, ("ms", 9, 0), ("±", 6, WIDE), ("rate", 14, 0), *host_us, *rest))
+        self._queued = queued
 
     def explain_columns(self) -> None:
         """What the numbers of the timing table mean, where they are read."""
         self.say()
+        queued = (
+            "ms      on the GPU alone; no host time is in it unless the timer is wall",
+            "host us until a warm call returns, its work only queued",
+            "cold    rotating buffers, so that no call finds its inputs in L2",
+        )
         for line in (
             "fwd     2 (D + Dv) FLOPs a visible pair and query head",
             "decode  bytes of q, k, v and out, each once",
+            *(queued if self._queued else ()),
             "memory  the most that a call holds beyond its inputs",
             f"speed   against the fastest other; ~: spread above {NOISE:.0%}",
         ):
             self.say(f"  {line}", "dim")
 
-    def memory_lesson(self, timed_cases: list[tuple[Case, list[Outcome]]]) -> None:
+    def memory_lesson(self, found: Sequence[Comparison]) -> None:
         """The table's point in a sentence: what the largest case held in tiles and as whole scores, and where that leads."""
-        case, outcomes = max(timed_cases, key=lambda item: item[0].score_bytes)
-        held = {outcome.peer: outcome.peak_bytes for outcome in outcomes if outcome.peak_bytes}
-        if {"cupyflash", "standard"} <= held.keys():
-            seqlen, tiled, whole = short(case.seqlen_q), si(held["cupyflash"], "B"), si(held["standard"], "B")
-            at_64k = si(replace(case, seqlen_q=1 << 16, seqlen_k=1 << 16).score_bytes, "B")
-            self.say(f"\nWith {seqlen} tokens the formula holds {whole}, the tiles {tiled}. With 64k its scores alone take {at_64k}.")
+        largest = max(found, key=lambda comparison: comparison.case.num_scores)
+        held = {outcome.peer: outcome.peak_bytes for outcome in largest.outcomes if outcome.peak_bytes}
+        if {OURS, "standard"} <= held.keys():
+            seqlen = largest.case.seqlen_q
+            tiled, whole = si(held[OURS], "B"), si(held["standard"], "B")
+            grown = si(held["standard"] * ((1 << 18) / seqlen) ** 2, "B")
+            self.say(f"\nWith {short(seqlen)} tokens the formula holds {whole}, the tiles {tiled}. With 256k it would hold {grown}.")
 
     def next_steps(self, *steps: tuple[str, str]) -> None:
         self.say("\nNext", "bold")
         for command, what in steps:
             self.say(f"  cupyflash-bench {command:<44}{what}" if self.table.width >= 90 else f"  cupyflash-bench {command}")
 
-    def timings(self, case: Case, outcomes: list[Outcome]) -> None:
-        for outcome in outcomes:
+    def timings(self, found: Comparison) -> None:
+        for outcome in found.outcomes:
             if outcome.timing:
-                self.record(result_line(case, outcome))
-            self.record(outcome_record(case, outcome))
+                self.record(result_line(found, outcome))
+            self.record(outcome_record(found.case, outcome))
         with self._printing():
-            self.say(f"  {case.mode} {case.label}", "cyan")
-            for outcome in outcomes:
+            self.say(f"  {found.case.mode} {found.case.label}", "cyan")
+            if self._queued and found.timer:
+                self.say(f"  {', '.join(conditions(found))}", "dim")
+            for outcome in found.outcomes:
                 if outcome.timing:
-                    self._rows.row(self._cells(case, outcome))
+                    self._rows.row(self._cells(found.case, outcome))
                 else:
                     wrong = outcome.verdict is not None and not outcome.verdict.ok
                     text = f"WRONG: {outcome.verdict}" if wrong else f"not timed: {outcome.why_not}"
                     self.say(f"  {outcome.peer:<11}{text}", "bold red" if wrong else "dim")
 
     def _cells(self, case: Case, outcome: Outcome) -> list[tuple[str, str]]:
-        ms, spread, _, _ = timed(outcome)
+        ms, spread, host_us, _, _ = timed(outcome)
         noisy = spread > NOISE
         if case.mode == "decode":
-            rate, peak = case.num_bytes / ms * 1e3, self._ceilings.bytes_per_s
+            rate, unit, peak = case.num_bytes / ms * 1e3, "B/s", self._ceilings.bytes_per_s
         else:
-            rate, peak = case.flops / ms * 1e3, self._ceilings.flops_per_s
+            rate, unit, peak = case.flops / ms * 1e3, "FLOP/s", self._ceilings.flops_per_s
         ratio = outcome.ratio_to_best
         return [
-            (outcome.peer, "bold" if outcome.peer == "cupyflash" else ""),
+            (outcome.peer, "bold" if outcome.peer == OURS else ""),
             (digits(outcome.first_ms or 0), "dim"),
             (("~" if noisy else "") + digits(ms), "yellow" if noisy else ""),
-            (f"{spread:.0%}", "yellow" if noisy else "dim"),
-            (si(rate, "B/s" if case.mode == "decode" else "FLOP/s"), ""),
-            (f"{rate / peak:.0%}", "dim"),
+            (f"{spread:.1%}" if spread < 0.1 else f"{spread:.0%}", "yellow" if noisy else "dim"),
+            (si(rate, unit), ""),
+            *([(digits(host_us), "dim") if host_us is not None else ("", "")] if self._queued else []),
+            (f"{rate / peak:.0%}" if peak else "", "dim"),
             (si(outcome.peak_bytes, "B") if outcome.peak_bytes is not None else "", ""),
             (f"{ratio:.2f}x" if ratio is not None else "", "green" if ratio is not None and ratio >= 1 else ""),
         ]
 
+    def peers(self, found: dict[str, str]) -> None:
+        for name, version in found.items():
+            self.say(f"{name:<12}{version}", paste=True)
+
+    # Kernels --------------------------------------------------------------------------------------------------------------------
+
+    def start_kernels(self, arch: str) -> None:
+        self.say(f"Kernel tables for sm_{arch}, top to bottom; the first row that fits a call runs it", "bold")
+        columns = (("", 46, 0), ("registers", 10, 0), ("shared", 10, 0), ("spilled B", 11, WIDE), ("compiled s", 12, WIDER))
+        self._rows = Columns(self.table, columns)
+
+    def kernel(self, built: Built, arch: str) -> None:
+        self.record({"record": "variant", "arch": arch, **built._asdict()})
+        with self._printing():
+            if len(built.name) > 45:  # the name of a variant with every option is longer than any column
+                self.say(f"  {built.name}")
+            spilled = built.spilled_bytes or 0
+            cells = [("" if len(built.name) > 45 else built.name, ""), (str(built.registers or ""), ""), (si(built.smem_bytes, "B"), "")]
+            seconds = digits(built.seconds) if built.seconds is not None else ""
+            self._rows.row([*cells, (str(spilled), "yellow" if spilled else "dim"), (seconds, "dim")])
+            self.say(f"    {built.why}", "dim")
+            for line in (*built.warnings, *([built.error] if built.error else [])):
+                self.say(f"    {line}", "bold red")
+
     # Check ----------------------------------------------------------------------------------------------------------------------
 
-    def start_checks(self, dtypes: Iterable[str]) -> None:
-        self.say("Host arrays: max |out - ref| / (1 + |ref|), ref in float64")
+    def start_checks(self, dtypes: Iterable[str], place: Place) -> None:
+        self.say(f"{'GPU' if place.arch else 'Host'} arrays: max |out - ref| / (1 + |ref|), ref in float64")
         if self.table.width >= WIDE:
             self.say("LSE: the largest share of its limit, which is 1e-4 + 2e-6 |LSE|\n")
         self._dtypes = tuple(dtypes)
-        columns = [("", 15, False), ("cases", 7, True), *((DTYPES[dtype], 9, False) for dtype in self._dtypes)]
-        self._rows = Columns(self.table, (*columns, ("LSE", 8, True), ("", 6, False)))
+        columns = [("", 15, 0), ("cases", 7, WIDE), *((DTYPES[dtype], 9, 0) for dtype in self._dtypes)]
+        self._rows = Columns(self.table, (*columns, ("LSE", 8, WIDE), ("", 6, 0)))
         limits = (f"{LIMITS[dtype]:.1e}" for dtype in self._dtypes)
         self._rows.row([(text, "dim") for text in ("limit", "", *limits, "100%", "")])
 
@@ -294,7 +359,7 @@ class Report:
             self.say(f"{name:<13}{value}", paste=True)
         self.say()
         self.say(f"{'host path':<13}" + ("works (NumPy arrays and others in host memory)" if found.host.ok else f"WRONG: {found.host}"))
-        self.say(f"{'gpu path':<13}" + ("nothing is missing" if not found.problems else "not ready"))
+        self.say(f"{'gpu path':<13}" + gpu_path(found))
         for number, (why, way_out) in enumerate(found.problems, 1):
             self.say(f"\n{number}. {why}")
             for line in way_out.splitlines():

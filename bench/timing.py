@@ -1,4 +1,4 @@
-"""How a call is timed: one number at a time (Timer), rounds that interleave the peers, the median, the spread, and peak memory.
+"""How a call is timed: rounds that interleave the peers, the median, the spread, and the place where the arrays are.
 
 The first call of each peer is timed by `first_call` and never again: compilation, thread pools and page faults belong to it, and
 `measure` warms every peer up by time, not by count, before the first round that counts.
@@ -8,30 +8,44 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from .cases import Case, Inputs
 
 Call = Callable[[], Any]
 
 
 class Tick(NamedTuple):
-    """One call: its milliseconds where the work is done and, where the host only queues that work, the host's microseconds."""
+    """One round: milliseconds of a call where the work is done; where the host only queues that work, the host's microseconds until a
+    call returns; and the clock of the GPU's SMs while it worked."""
 
     ms: float
-    host_us: float | None
+    host_us: float | None = None
+    clock_mhz: float | None = None
 
 
-# A Timer runs the call once and waits for its result. On host arrays that is the wall clock; a GPU's is two events on the stream.
-Timer = Callable[[Call], Tick]
+Round = Callable[[], Tick]
+# A Timer prepares the rounds of one peer, whose calls are the same work on different buffers, to be taken in turn.
+Timer = Callable[[Sequence[Call]], Round]
 
 
-def wall(call: Call) -> Tick:
+class CaptureError(Exception):
+    """A call that a CUDA graph cannot record; the text is the reason."""
+
+
+def wall(calls: Sequence[Call]) -> Round:
     """The wall clock, for calls that return when the work is done. The call *is* host time, so host_us has nothing of its own to say."""
-    start = time.perf_counter()
-    call()
-    return Tick((time.perf_counter() - start) * 1e3, None)
+    (call,) = calls
+
+    def round_() -> Tick:
+        start = time.perf_counter()
+        call()
+        return Tick((time.perf_counter() - start) * 1e3)
+
+    return round_
 
 
 class Timing(NamedTuple):
@@ -40,97 +54,127 @@ class Timing(NamedTuple):
     ms: float
     spread: float
     host_us: float | None
+    clock_mhz: float | None
     rounds: int
 
 
 NOISE = 0.05  # a spread above this is printed with a mark: the number is not final
-MIN_ROUNDS = 5
-WARM_UP_S = 0.1
+MIN_ROUNDS = 7
+WARM_UP_S = 0.15
 
 
-def first_call(call: Call, timer: Timer = wall) -> tuple[float, Any]:
-    """Milliseconds and result of a peer's first call."""
-    results: list[Any] = []
-    tick = timer(lambda: results.append(call()))
-    return tick.ms, results[0]
+def first_call(call: Call, wait: Call) -> tuple[float, Any]:
+    """Milliseconds until the work of a call is done, and its result."""
+    start = time.perf_counter()
+    result = call()
+    wait()
+    return (time.perf_counter() - start) * 1e3, result
 
 
 def measure(
-    calls: Mapping[str, Call],
-    timer: Timer = wall,
+    rounds: Mapping[str, Round],
     *,
     min_s: float = 0.3,
     max_s: float = 2.0,
-    warm_up_s: float = WARM_UP_S,
+    min_rounds: int = MIN_ROUNDS,
+    warm_up_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time the calls in turn (A B A B ...), so that a change of clock or of load meets all of them alike.
+    """Time the peers in turn (A B A B ...), so that a change of clock or of load meets all of them alike.
 
     Rounds go on for `min_s` seconds a peer, then until every spread is below NOISE, but not past `max_s` a peer; never fewer than
-    MIN_ROUNDS.
+    `min_rounds`.
     """
-    for call in calls.values():
-        end = clock() + warm_up_s
+    for round_ in rounds.values():
+        end = clock() + (WARM_UP_S if warm_up_s is None else warm_up_s)
         while True:
-            timer(call)
+            round_()
             if clock() >= end:
                 break
-    ticks: dict[str, list[Tick]] = {name: [] for name in calls}
+    ticks: dict[str, list[Tick]] = {name: [] for name in rounds}
     start = clock()
     while True:
-        for name, call in calls.items():
-            ticks[name].append(timer(call))
-        spent = (clock() - start) / len(calls)
-        timings = {name: summary(rounds) for name, rounds in ticks.items()} if spent >= min_s else {}
+        for name, round_ in rounds.items():
+            ticks[name].append(round_())
+        spent = (clock() - start) / len(rounds)
+        timings = {name: summary(of_one) for name, of_one in ticks.items()} if spent >= min_s else {}
         quiet = timings and all(timing.spread <= NOISE for timing in timings.values())
-        enough = all(len(rounds) >= MIN_ROUNDS for rounds in ticks.values())
+        enough = all(len(of_one) >= min_rounds for of_one in ticks.values())
         if enough and (quiet or spent >= max_s):
             return timings
 
 
 def summary(ticks: list[Tick]) -> Timing:
-    ms = np.array([tick.ms for tick in ticks])
-    low, median, high = np.quantile(ms, (0.25, 0.5, 0.75))
-    host = [tick.host_us for tick in ticks if tick.host_us is not None]
-    spread = float((high - low) / median) if median > 0 else 0.0
-    return Timing(float(median), spread, float(np.median(host)) if host else None, len(ticks))
+    low, ms, high = np.quantile([tick.ms for tick in ticks], (0.25, 0.5, 0.75))
+    spread = float((high - low) / ms) if ms > 0 else 0.0
+    return Timing(float(ms), spread, _median(tick.host_us for tick in ticks), _median(tick.clock_mhz for tick in ticks), len(ticks))
 
 
-def peak_bytes(call: Call) -> int:
-    """The most that the call held at once beyond its inputs, its result included; a run of its own, because tracing slows Python.
-
-    NumPy reports its buffers to tracemalloc; BLAS's own pack buffers (some MB a thread) it cannot see.
-    """
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+def _median(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
 
 
 class Ceilings(NamedTuple):
-    """What this machine reaches at best, measured minutes ago, not read off a data sheet."""
+    """What this machine reaches at best, measured minutes ago, not read off a data sheet; None where nothing here can measure it."""
 
-    flops_per_s: float
-    bytes_per_s: float
-
-
-def host_ceilings() -> Ceilings:
-    """float32 matmul of 1024³ (2.1 GFLOP) and a dot product over 128 MB, which no cache holds: 0.5 s together."""
-    a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
-    out = np.empty_like(a)
-    big = np.ones(1 << 25, np.float32)
-    matmul, read = measure({"matmul": lambda: np.matmul(a, b, out=out), "read": lambda: np.dot(big, big)}, min_s=0.1, max_s=0.2).values()
-    return Ceilings(2 * 1024**3 / matmul.ms * 1e3, big.nbytes / read.ms * 1e3)
+    flops_per_s: float | None
+    bytes_per_s: float | None
 
 
-class Place(NamedTuple):
-    """Where arrays live, and with it how a call on them is timed, what it can reach, and how its memory is seen."""
+class Place:
+    """Where arrays live, and with it how they are made, how a call on them is timed, and how its memory is seen.
 
-    timer: Timer
-    ceilings: Callable[[], Ceilings]
-    peak_bytes: Callable[[Call], int]
+    As a context manager it is current: calls made inside are those that its timers see. This one is host memory.
+    """
+
+    name = "host"
+    arch: str | None = None  # of the GPU, as cupyflash.supports takes it
+    # Names -> timers, the default first; a case falls back to the next one where a peer's call cannot be captured.
+    timers: Mapping[str, Timer] = {"wall": wall}
+    cache_bytes = 0  # what has to be passed over between two uses of a buffer so that none of it is still cached; 0: that is not controlled
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Make the former place current again."""
+
+    def inputs(self, case: Case, *, cold: bool = True) -> list[Inputs]:
+        """The case's arrays; several sets of them where calls must rotate so that each finds its inputs `cold`."""
+        return [case.inputs()]
+
+    def put(self, array: Any) -> Any:
+        """A NumPy array as one of this place."""
+        return array
+
+    def fetch(self, array: Any) -> Any:
+        """An array of this place as a NumPy array of float64."""
+        return np.asarray(array).astype(np.float64)
+
+    def wait(self) -> None:
+        """Until all queued work is done."""
+
+    def peak_bytes(self, call: Call) -> int:
+        """The most that the call held at once beyond its inputs, its result included; a run of its own, because tracing slows Python.
+
+        NumPy reports its buffers to tracemalloc; BLAS's own pack buffers (some MB a thread) it cannot see.
+        """
+        tracemalloc.start()
+        try:
+            call()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def ceilings(self) -> Ceilings:
+        """float32 matmul of 1024³ (2.1 GFLOP) and a dot product over 128 MB, which no cache holds: 0.5 s together."""
+        a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
+        out = np.empty_like(a)
+        big = np.ones(1 << 25, np.float32)
+        rounds = {"matmul": wall([lambda: np.matmul(a, b, out=out)]), "read": wall([lambda: np.dot(big, big)])}
+        matmul, read = measure(rounds, min_s=0.1, max_s=0.2).values()
+        return Ceilings(2 * 1024**3 / matmul.ms * 1e3, big.nbytes / read.ms * 1e3)
 
 
-HOST = Place(wall, host_ceilings, peak_bytes)
+HOST = Place()

@@ -12,16 +12,23 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from bench import check, cli, machine, peers, report, timing
+from bench import check, cli, gpu, kernels, machine, peers, report, timing
 from bench.cases import Case, available_dtypes, check_suite
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
 DECODE = replace(SMALL, batch=2, seqlen_q=1, num_heads_kv=1, causal=False)
 
 RESULT_FIELDS = {
-    *("mode", "head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k", "causal", "dtype"),
-    *("peer", "ms", "spread", "host_us", "ratio_to_best"),
+    *("mode", "head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k", "causal", "window_size"),
+    *("softcap", "dtype", "peer", "ms", "spread", "host_us", "ratio_to_best", "timer", "cold", "rounds", "clock_mhz", "error"),
+    *("kernel", "note"),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """The same here as on a machine with a GPU: what needs one is in tests/gpu."""
+    monkeypatch.setattr(gpu, "why_not", lambda: "no NVIDIA driver, so no GPU")
 
 
 def run(*arguments: str, **environment: str | None) -> Result:
@@ -38,10 +45,10 @@ def small(monkeypatch):
     suite = {"plain": (replace(SMALL, return_lse=True),), "sink": (replace(SMALL, extras=("sink",), return_lse=True),)}
     monkeypatch.setattr(cli, "tour_suite", lambda: (SMALL, DECODE))
     monkeypatch.setattr(cli, "check_suite", lambda full: suite)
-    monkeypatch.setattr(peers.Peer, "place", timing.HOST._replace(ceilings=lambda: timing.Ceilings(1e11, 1e10)))
+    monkeypatch.setattr(timing.Place, "ceilings", lambda place: timing.Ceilings(1e11, 1e10))
     monkeypatch.setattr(timing, "WARM_UP_S", 0.0)
     measure = timing.measure
-    monkeypatch.setattr(timing, "measure", lambda calls, timer, min_s, max_s: measure(calls, timer, min_s=0, max_s=0, warm_up_s=0))
+    monkeypatch.setattr(timing, "measure", lambda rounds, min_s, max_s, min_rounds: measure(rounds, min_s=0, max_s=0, min_rounds=2))
 
 
 # --- what a case costs --------------------------------------------------------------------------------------------------------
@@ -110,46 +117,51 @@ class Clock:
 
         return work
 
-    def timer(self, call) -> timing.Tick:
-        start = self.now
-        call()
-        return timing.Tick((self.now - start) * 1e3, 7.0)
+    def round(self, name: str, *seconds: float) -> timing.Round:
+        call = self.call(name, *seconds)
+
+        def round_() -> timing.Tick:
+            start = self.now
+            call()
+            return timing.Tick((self.now - start) * 1e3, 7.0, 1500.0)
+
+        return round_
 
 
 def test_warm_up_is_by_time_and_rounds_interleave():
     """KF-121: the warm-up ends after its time, however short the calls are; medians and spread are of the rounds alone."""
     clock = Clock()
-    calls = {"a": clock.call("a", *[0.05] * 20, 0.01), "b": clock.call("b", 0.02)}
-    timings = timing.measure(calls, clock.timer, min_s=0.1, max_s=1.0, warm_up_s=1.0, clock=clock)
+    rounds = {"a": clock.round("a", *[0.05] * 20, 0.01), "b": clock.round("b", 0.02)}
+    timings = timing.measure(rounds, min_s=0.1, max_s=1.0, warm_up_s=1.0, clock=clock)
     assert clock.ran[:20] == ["a"] * 20  # 20 calls of 0.05 s are the second
     assert clock.ran[20:70] == ["b"] * 50
     assert clock.ran[70:] == ["a", "b"] * timings["a"].rounds
     assert timings["a"].ms == pytest.approx(10)
     assert timings["b"].ms == pytest.approx(20)
     assert timings["a"].spread == pytest.approx(0)
-    assert timings["a"].host_us == 7.0
+    assert (timings["a"].host_us, timings["a"].clock_mhz) == (7.0, 1500.0)
     assert 0.1 <= timings["a"].rounds * 0.03 / 2 <= 0.2
 
 
 def test_rounds_go_on_while_a_spread_is_large_but_not_for_ever():
     clock = Clock()
-    noisy = clock.call("a", *[0.01, 0.02] * 1000)
-    timings = timing.measure({"a": noisy}, clock.timer, min_s=0.1, max_s=0.6, warm_up_s=0, clock=clock)
+    noisy = clock.round("a", *[0.01, 0.02] * 1000)
+    timings = timing.measure({"a": noisy}, min_s=0.1, max_s=0.6, warm_up_s=0, clock=clock)
     assert 0.6 <= timings["a"].rounds * 0.015 <= 0.7
     assert timings["a"].spread > timing.NOISE
-    slow = timing.measure({"a": clock.call("a", 9.0)}, clock.timer, min_s=0.1, max_s=0.2, warm_up_s=0, clock=clock)
+    slow = timing.measure({"a": clock.round("a", 9.0)}, min_s=0.1, max_s=0.2, warm_up_s=0, clock=clock)
     assert slow["a"].rounds == timing.MIN_ROUNDS
 
 
 def test_spread_is_the_interquartile_range_over_the_median():
-    found = timing.summary([timing.Tick(ms, None) for ms in (10, 11, 12, 13, 90)])
-    assert (found.ms, found.spread, found.host_us, found.rounds) == (12, pytest.approx(2 / 12), None, 5)
+    found = timing.summary([timing.Tick(ms) for ms in (10, 11, 12, 13, 90)])
+    assert found == (12, pytest.approx(2 / 12), None, None, 5)
 
 
 class Compiling(peers.Peer):
     """A peer whose first call compiles for 0.2 s."""
 
-    name = "compiling"
+    name, place = "compiling", "host"
 
     def bind(self, case, inputs):
         compiled = []
@@ -165,18 +177,18 @@ class Compiling(peers.Peer):
 
 def test_the_first_call_is_apart():
     """KF-123: what a first call costs is reported, and is in no median."""
-    (outcome,) = peers.compare(replace(SMALL, seqlen_q=4, seqlen_k=4), [Compiling()], min_s=0.01)
+    (outcome,) = peers.compare(replace(SMALL, seqlen_q=4, seqlen_k=4), [Compiling()], min_s=0.01).outcomes
     assert outcome.first_ms > 200
     assert outcome.timing.ms < 100
     assert outcome.ratio_to_best is None
 
 
 def test_peak_memory_is_what_numpy_held():
-    assert 16e6 <= timing.peak_bytes(lambda: np.concatenate([np.ones(1_000_000)])) < 16.2e6
+    assert 16e6 <= timing.HOST.peak_bytes(lambda: np.concatenate([np.ones(1_000_000)])) < 16.2e6
 
 
 def test_compare_times_every_peer_and_says_who_is_faster():
-    found = {outcome.peer: outcome for outcome in peers.compare(SMALL, min_s=0.02)}
+    found = {outcome.peer: outcome for outcome in peers.compare(SMALL, peers.peers_at("host"), min_s=0.02).outcomes}
     assert set(found) == {"cupyflash", "standard"}
     ours, theirs = found["cupyflash"], found["standard"]
     assert ours.verdict.ok
@@ -203,27 +215,197 @@ class Broken(peers.Peer):
 
 
 def test_wrong_and_broken_peers_are_not_timed():
-    wrong, broken, cannot, good = peers.compare(
-        SMALL,
-        [Wrong(), Broken(RuntimeError("no such symbol")), Broken(NotImplementedError("no head_dim 16")), peers.CupyFlash()],
-        min_s=0.01,
-    )
-    assert wrong.timing is broken.timing is cannot.timing is None
+    ours = Broken(RuntimeError("ours"))
+    ours.name = peers.OURS
+    everyone = [Wrong(), Broken(RuntimeError("no such symbol")), Broken(NotImplementedError("no head_dim 16")), ours, peers.Standard()]
+    wrong, broken, cannot, failed, good = peers.compare(SMALL, everyone, min_s=0.01).outcomes
+    assert wrong.timing is broken.timing is cannot.timing is failed.timing is None
     assert not wrong.verdict.ok
-    assert "RuntimeError: no such symbol" in str(broken.verdict)
+    assert broken.why_not == "RuntimeError: no such symbol"
+    assert broken.verdict is None  # another library's failure is no failed check of ours
     assert cannot.why_not == "no head_dim 16"
+    assert "RuntimeError: ours" in str(failed.verdict)
     assert good.timing
 
 
 def test_a_case_that_would_be_late_is_left_out():
-    for outcome in peers.compare(SMALL, deadline=time.perf_counter()):
+    for outcome in peers.compare(SMALL, peers.peers_at("host"), deadline=time.perf_counter()).outcomes:
         assert outcome.timing is None
         assert outcome.why_not == peers.LATE
 
 
 def test_the_formula_says_when_it_does_not_fit():
-    why_not = peers.Standard().why_not(replace(SMALL, seqlen_q=1 << 20, seqlen_k=1 << 20))
+    why_not = peers.Standard().why_not(replace(SMALL, seqlen_q=1 << 20, seqlen_k=1 << 20), timing.HOST)
     assert "8796.1 GB" in why_not
+
+
+def test_all_peers_of_a_case_share_the_timer():
+    """One call that a graph cannot record sends every peer to the next timer."""
+
+    def graph(calls):
+        if "waits" in calls:
+            raise timing.CaptureError("RuntimeError: operation not permitted when stream is capturing")
+        return lambda: timing.Tick(1.0)
+
+    timers = {"graph": graph, "events": lambda calls: lambda: timing.Tick(2.0), "wall": None}
+    name, rounds, note = peers._rounds({"a": ["queues"], "b": ["waits"]}, timers, None)
+    assert (name, rounds["a"]().ms, rounds["b"]().ms) == ("events", 2.0, 2.0)
+    assert note == "graph cannot record a call: RuntimeError: operation not permitted when stream is capturing"
+    assert peers._rounds({"a": ["queues"]}, timers, None)[::2] == ("graph", "")
+    assert peers._rounds({"a": ["queues"]}, timers, "events")[0] == "events"
+
+
+# --- peers in GPU memory, as far as they can be seen without a GPU --------------------------------------------------------------
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """torch on the CPU in the place of torch with CUDA; its switches of SDPA back ends as they were afterwards."""
+    torch = pytest.importorskip("torch", reason="torch is not installed; pip install torch")
+    monkeypatch.setattr(gpu, "torch_with_cuda", lambda: torch)
+    names = peers.Sdpa._BACKENDS
+    before = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names]
+    yield torch
+    for name, on in zip(names, before, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("case", [SMALL, replace(SMALL, causal=False, seqlen_k=77, num_heads_q=6, softmax_scale=0.3), DECODE])
+def test_sdpa_is_given_the_case(torch, case, contiguous):
+    inputs = case.inputs()
+    tensors = inputs._replace(**{name: torch.from_numpy(getattr(inputs, name)) for name in "qkv"})
+    peer = peers.Sdpa("sdpa", "math", contiguous=contiguous)
+    assert peer.why_not(case, timing.HOST) is None
+    out = peer.bind(case, tensors)()
+    assert check.judge(case, inputs, out.numpy()).ok
+    assert torch.backends.cuda.math_sdp_enabled()
+    assert not torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.usefixtures("torch")
+def test_sdpa_says_what_it_would_compute_otherwise():
+    peer = peers.Sdpa("sdpa-flash", "flash")
+    assert "top left" in peer.why_not(replace(SMALL, seqlen_k=77), timing.HOST)
+    assert "window" in peer.why_not(replace(SMALL, window_size=(3, 0)), timing.HOST)
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(("name", "unlimited"), [("fa3", -1), ("fa4", None)])
+def test_flash_attention_is_given_the_case(monkeypatch, name, unlimited):
+    given = {}
+    module = type(sys)("flash_attn_fake")
+    module.flash_attn_func = lambda q, k, v, **options: given.update(options, shapes=(q, k, v)) or ("out", "lse")
+    monkeypatch.setitem(sys.modules, "flash_attn_fake", module)
+    module.__spec__ = "found"
+    peer = peers.FlashAttention(name, "flash_attn_fake", "none", unlimited)
+    assert peer.missing() is None
+    case = replace(SMALL, window_size=(7, None), softcap=3.0)
+    assert peer.bind(case, peers.Inputs("q", "k", "v", {}))() == ("out", "lse")
+    options = {"causal": True, "window_size": (7, unlimited), "softcap": 3.0, "softmax_scale": None}
+    assert given == {**options, "shapes": ("q", "k", "v")}
+    assert ("num_splits" in given) is False
+    peer.bind(DECODE, peers.Inputs("q", "k", "v", {}))()
+    assert ("num_splits" in given) == (name == "fa3")
+    assert "no module flash_nope (flash-nope); --site" in peers.FlashAttention("x", "flash_nope", "flash-nope", None).missing()
+
+
+class FakeCupy:
+    """A GPU on which a call takes `gpu_ms` and its queuing `host_ms`: time is counted, nothing is computed."""
+
+    def __init__(self, gpu_ms: float, host_ms: float) -> None:
+        self.gpu_ms, self.host_ms = gpu_ms, host_ms
+        self.host = self.busy_until = 0.0
+        self.calls = 0
+        self.capturing = False
+        self.cuda = self
+        self.Event = lambda: FakeEvent(self)
+
+    def call(self) -> None:
+        self.calls += 1
+        self.queue(self.gpu_ms)
+        self.host += self.host_ms
+
+    def queue(self, ms: float) -> None:
+        self.busy_until = max(self.busy_until, self.host) + ms
+
+    def get_elapsed_time(self, first, last) -> float:
+        return last.at - first.at
+
+    def spin(self, grid, block, arguments) -> None:
+        self.queue(arguments[0] / 1e6)
+
+
+class FakeEvent:
+    def __init__(self, cupy: FakeCupy) -> None:
+        self.cupy = cupy
+
+    def record(self, stream) -> None:
+        self.at = max(self.cupy.busy_until, self.cupy.host)
+
+    @property
+    def done(self) -> bool:
+        return self.at <= self.cupy.host
+
+    def synchronize(self) -> None:
+        self.cupy.host = max(self.cupy.host, self.at)
+
+
+@pytest.fixture
+def place(monkeypatch):
+    def make(gpu_ms: float, host_ms: float) -> tuple[gpu.Gpu, FakeCupy]:
+        cupy = FakeCupy(gpu_ms, host_ms)
+        place = object.__new__(gpu.Gpu)
+        place.__dict__.update(_cupy=cupy, _stream=cupy, _spin=cupy.spin, _sensor=None, torch=None)
+        monkeypatch.setattr(place, "wait", lambda: None)
+        return place, cupy
+
+    return make
+
+
+@pytest.mark.parametrize(("gpu_ms", "host_ms"), [(0.005, 0.1), (0.05, 0.001), (20.0, 0.05)])
+def test_events_count_no_host_time(place, gpu_ms, host_ms):
+    """Also where a call takes the GPU a twentieth of the time that queuing it takes: it waits behind a spinning kernel."""
+    there, cupy = place(gpu_ms, host_ms)
+    round_ = there._events([cupy.call])
+    for _ in range(3):
+        assert round_().ms == pytest.approx(gpu_ms)
+    before = cupy.calls
+    round_()
+    timed = cupy.calls - before - 1  # one more alone, for its host time
+    assert timed * gpu_ms >= gpu.ROUND_MS or timed == gpu.MAX_CALLS
+
+
+def test_a_round_takes_whole_turns_through_the_buffers(place):
+    there, cupy = place(0.01, 0.001)
+    ran = []
+    buffers = [lambda n=n: (ran.append(n), cupy.call()) for n in range(7)]
+    round_ = there._events(buffers)
+    round_()
+    ran.clear()
+    round_()
+    assert ran == [6] + list(range(7)) * (gpu.MAX_CALLS // 7)  # one alone for its host time; it is the last to be needed again
+
+
+def test_work_that_waits_for_the_gpu_is_timed_as_it_comes(place):
+    there, cupy = place(0.1, 0.01)
+
+    def waits():
+        cupy.call()
+        cupy.host = max(cupy.host, cupy.busy_until)
+
+    assert there._events([waits])().ms > 0  # and the spin does not grow for ever
+
+
+def test_a_call_that_cannot_be_captured_says_why(place, monkeypatch):
+    there, cupy = place(1.0, 0.01)
+
+    def capture(work):
+        raise RuntimeError("cudaErrorStreamCaptureUnsupported:\noperation not permitted")
+
+    monkeypatch.setattr(there, "_capture", capture)
+    with pytest.raises(timing.CaptureError, match="RuntimeError: cudaErrorStreamCaptureUnsupported: operation not permitted"):
+        there._graph([cupy.call])
 
 
 @pytest.mark.parametrize("dtype", available_dtypes())
@@ -239,14 +421,36 @@ def test_the_formula_is_attention(heads, seqlen, dim, causal, dtype):
 # --- right or wrong -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (20, 3)), (True, (5, None)), (False, (None, 0))])
 @pytest.mark.parametrize("row", [0, 149, 299])
-def test_spot_check_sees_first_middle_and_last_rows(row, causal):
-    case = Case(1, 300, 310, 2, 1, 16, 16, "float32", causal)
+def test_spot_check_sees_first_middle_and_last_rows(row, causal, window):
+    case = Case(1, 300, 310, 4, 2, 16, 16, "float32", causal, window)
     inputs = case.inputs()
     out = cupyflash.attention(*inputs[:3], **inputs.options)
     assert check.spot_check(case, inputs, out).ok
-    out[0, row, 1, 3] += 1e-3
+    out[0, row, 2, 3] += 1e-3
+    assert not check.spot_check(case, inputs, out).ok
+    assert not check.spot_check(case, inputs, out[:, :-1]).ok
+
+
+def test_spot_check_measures_rows_by_their_size():
+    """A mean of 16k values is smaller than the limit of bfloat16: zeros would pass if 1 were the measure."""
+    case = Case(1, 8, 16384, 1, 1, 16, 16, "float32")
+    inputs, coarse = case.inputs(), replace(case, dtype="bfloat16")
+    out = cupyflash.attention(*inputs[:3])
+    assert np.abs(out).max() < check.LIMITS["bfloat16"] * 4
+    assert check.spot_check(coarse, inputs, out).ok
+    assert not check.spot_check(coarse, inputs, np.zeros_like(out)).ok
+    part = cupyflash.attention(inputs.q, inputs.k[:, 512:], inputs.v[:, 512:])  # one tile of 32 forgotten
+    assert not check.spot_check(coarse, inputs, part).ok
+
+
+def test_spot_check_of_rows_without_keys():
+    case = replace(SMALL, seqlen_k=20)  # 28 rows see none
+    inputs = case.inputs()
+    out = cupyflash.attention(*inputs[:3], causal=True)
+    assert check.spot_check(case, inputs, out).ok
+    out[0, 3] = 1e-6  # they are zeros, not nearly so
     assert not check.spot_check(case, inputs, out).ok
 
 
@@ -325,7 +529,18 @@ def test_version_and_help_need_no_gpu_and_no_cupy(monkeypatch):
         (["fwd", "--dim", "-3"], "'-3' is neither"),
         (["fwd", "--dtype", "int8"], "'int8' is not one of fp16, bf16, fp32, fp64"),
         (["fwd", "--peers", "cupyflash,fa9"], "there is no 'fa9' here, only cupyflash, standard"),
+        (["compare", "--peers", "fa4"], "none of fa4 computes on the host"),
         (["fwd", "--min-time", "0"], "not in the range"),
+        (["fwd", "--rounds", "0"], "not in the range"),
+        (["fwd", "--timer", "graph"], "'graph' needs a GPU"),
+        (["fwd", "--timer", "sundial"], "is not one of 'graph', 'events', 'wall'"),
+        (["fwd", "--family", "fwd_sm80"], "'fwd_sm80' is no family of GPU kernels here"),
+        (["fwd", "--window", "4096"], "'4096' is no window: write 4096,0"),
+        (["fwd", "--window", "-3,0"], "'-3,0' is no window"),
+        (["fwd", "--softcap", "0"], "not in the range"),
+        (["fwd", "--tokens", "512"], "fewer tokens than one sequence has"),
+        (["variants", "--arch", "sm_70"], "'sm_70' is none of sm_80"),
+        (["variants", "--dtype", "fp8"], "'fp8' is not one of"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, says):
@@ -346,6 +561,114 @@ def test_sizes(text, sizes):
     else:
         with pytest.raises(cli.click.BadParameter):
             cli.as_sizes(None, option, text)
+
+
+@pytest.mark.parametrize("command", [["tour"], ["fwd"], ["compare"], ["check"]])
+def test_without_a_gpu_the_gpu_is_a_setup_problem(command):
+    result = run(*command, "--device", "gpu")
+    assert result.exit_code == 3
+    assert result.stderr == "cupyflash-bench: no GPU to use (no NVIDIA driver, so no GPU); --device host computes in host memory\n"
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    """The cases that a command would time."""
+
+    def of(*arguments: str) -> list[Case]:
+        asked = []
+        monkeypatch.setattr(cli, "run_timings", lambda report, cases, *_, **__: asked.extend(cases) or [])
+        result = run("fwd", *arguments)
+        assert result.exit_code == 0, result.output
+        return asked
+
+    return of
+
+
+def test_tokens_heads_and_both_make_the_grid(cases):
+    grid = cases("--tokens", "16k", "--seqlen", "4k:16k:x4", "--dim", "64,192-128", "--heads", "auto", "--both")
+    found = [(case.head_dim, case.head_dim_v, case.causal, case.batch, case.seqlen_q, case.num_heads_q, case.num_heads_kv) for case in grid]
+    assert found == [
+        *((64, 64, causal, batch, 16384 // batch, 32, 32) for causal in (False, True) for batch in (4, 1)),
+        *((192, 128, causal, batch, 16384 // batch, 10, 10) for causal in (False, True) for batch in (4, 1)),
+    ]
+
+
+def test_options_of_a_case(cases):
+    (case,) = cases("--window", "4096,-", "--softcap", "30", "--causal", "--seqlen", "1", "--seqlen-k", "8k", "--heads", "32/8")
+    assert (case.window_size, case.softcap, case.causal, case.mode) == ((4096, None), 30.0, True, "decode")
+    assert case.label == "fp32 B 1 S 1x8k H 32/8 D 64 causal window 4096,- softcap 30"
+    assert [case.causal for case in cases("--no-causal")] == [case.causal for case in cases()] == [False]
+
+
+def test_list_peers_says_what_is_not_there():
+    assert run("compare", "--list-peers").output == f"cupyflash   {cupyflash.__version__}\nstandard    {np.__version__}\n"
+    missing = peers.versions([peers.FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", None)])
+    assert missing["fa4"].startswith("not found: torch with CUDA is not installed")
+
+
+def test_site_folders_are_read_with_their_pth_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "peer.pth").write_text("inside\n")
+    (tmp_path / "inside" / "peer_of_the_test.py").write_text("x = 1\n")
+    assert run("compare", "--site", str(tmp_path), "--list-peers").exit_code == 0
+    assert __import__("peer_of_the_test").x == 1
+    assert sys.path[0] == str(tmp_path)
+
+
+def test_one_family_alone_and_the_table_as_before():
+    sizes = {"head_dim": 64, "dtype": "bfloat16", "device": "sm_80"}
+    best = cupyflash.supports(**sizes).reason
+    with kernels.only_family("fwd_simple"):
+        assert cupyflash.supports(**sizes).reason.startswith("fwd_simple__bf16_d64__")
+        assert kernels.families() == ("fwd_simple",)
+    assert cupyflash.supports(**sizes).reason == best
+    with pytest.raises(KeyError), kernels.only_family("fwd_simple"):
+        raise KeyError
+    assert cupyflash.supports(**sizes).reason == best
+    with kernels.only_family(None):
+        assert cupyflash.supports(**sizes).reason == best
+
+
+LOG = """ptxas info    : Compiling entry function 'fwd' for 'sm_90a'
+ptxas info    : Function properties for fwd
+    48 bytes stack frame, 44 bytes spill stores, 40 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+ptxas warning : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"""
+
+
+def test_variants_lists_the_rows(monkeypatch):
+    pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+    monkeypatch.setattr(kernels._jit, "compile_cubin", lambda unit, options: (b"", LOG))
+    result = run("variants", "--arch", "sm_80", "--dtype", "fp16,fp32", "--dim", "100", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    header, *rows = lines(result.stdout)
+    assert header["record"] == "environment"
+    assert rows[0] | {"registers": 255, "spilled_bytes": 44, "stack_bytes": 48, "record": "variant", "arch": "80"} == rows[0]
+    assert "(C7510)" in rows[0]["warnings"][0]
+    assert all(row["head_dim"] >= 100 for row in rows)
+    assert {row["name"].split("__")[1].split("_")[0] for row in rows} == {"f16", "f32"}
+    for text in (rows[0]["name"], rows[0]["why"], "255", "44", "serialized"):
+        assert text in result.stderr
+
+
+def test_variants_that_do_not_compile_end_in_exit_code_1(monkeypatch):
+    pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+
+    def fails(unit, options):
+        raise cupyflash.CompileError("fwd did not compile: fwd.cu(3): error: expected a ;")
+
+    monkeypatch.setattr(kernels._jit, "compile_cubin", fails)
+    result = run("variants", "--dim", "256")
+    assert result.exit_code == 1
+    assert "expected a ;" in result.stdout
+
+
+def test_variants_without_nvrtc_says_the_pip_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    result = run("variants")
+    assert result.exit_code == 3
+    assert "pip install 'cupyflash[cuda1" in result.stderr
 
 
 @pytest.mark.usefixtures("small")
@@ -377,7 +700,9 @@ def test_json_lines_carry_exactly_the_fields():
     ]
     for record in results:
         assert set(record) == RESULT_FIELDS | {"gbps" if record["mode"] == "decode" else "tflops"}
-        assert record["host_us"] is None
+        assert record["host_us"] is record["clock_mhz"] is record["cold"] is None
+        assert (record["timer"], record["rounds"]) == ("wall", 2)
+        assert record["error"] < 2e-5
     tflops = SMALL.flops / results[0]["ms"] / 1e9
     assert results[0]["tflops"] == pytest.approx(tflops)
     assert results[2]["gbps"] == pytest.approx(DECODE.num_bytes / results[2]["ms"] / 1e6)
@@ -452,7 +777,7 @@ def test_check_says_what_failed(monkeypatch, attention, code, says):
 
 @pytest.mark.usefixtures("small")
 def test_an_interrupt_is_no_traceback(monkeypatch):
-    def interrupt(case):
+    def interrupt(case, place):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check, "run", interrupt)
@@ -502,6 +827,7 @@ def test_units(value, text):
 
 # --- doctor -------------------------------------------------------------------------------------------------------------------
 
+WORKS = check.Verdict(1e-7, 2e-5)
 H200 = machine.Gpu("NVIDIA H200", "sm_90", 150_000_000_000)
 
 
@@ -509,13 +835,16 @@ H200 = machine.Gpu("NVIDIA H200", "sm_90", 150_000_000_000)
 def doctor(monkeypatch):
     """The doctor on a machine made up for the test; a good one with CUDA 13 unless said otherwise."""
 
-    def run_on(driver=("13.0", [H200], None), cupy=("cupy-cuda13x",), nvrtc="13.0", headers="/usr/include", unwritable=None, **config):
+    def run_on(
+        driver=("13.0", [H200], None), cupy=("cupy-cuda13x",), nvrtc="13.0", headers="/usr/include", unwritable=None, smoke=WORKS, **config
+    ):
         found = {**cupyflash.show_config(mode="dicts"), "nvrtc": nvrtc, **config}
         monkeypatch.setattr(cupyflash, "show_config", lambda mode: found)
         monkeypatch.setattr(machine, "nvidia_driver", lambda: machine.Driver(*driver))
         monkeypatch.setattr(machine, "cupy_wheels", lambda: dict.fromkeys(cupy, "14.2.0"))
         monkeypatch.setattr(machine, "cuda_headers", lambda: headers)
         monkeypatch.setattr(machine, "why_not_writable", lambda folder: unwritable)
+        monkeypatch.setattr(gpu, "smoke", lambda case: smoke)
         return run("doctor")
 
     return run_on
@@ -528,7 +857,7 @@ def test_doctor_finds_nothing_missing(doctor):
         "NVIDIA H200, sm_90, 150 GB",
         "cupy-cuda13x 14.2.0",
         "CUDA 13.0",
-        "nothing is missing",
+        "gpu path     works",
         "host path    works",
         np.__version__,
     ):
@@ -600,6 +929,12 @@ def test_doctor_says_when_the_host_path_is_wrong(doctor, monkeypatch):
     result = doctor()
     assert result.exit_code == 1
     assert "WRONG" in result.stdout
+
+
+def test_doctor_says_when_the_gpu_path_is_wrong(doctor):
+    result = doctor(smoke=check.failure(SMALL, RuntimeError("CUDA_ERROR_INVALID_IMAGE")))
+    assert result.exit_code == 1
+    assert "gpu path     WRONG: RuntimeError: CUDA_ERROR_INVALID_IMAGE" in result.stdout
 
 
 def test_cache_folder_is_tried_without_leaving_anything(tmp_path):

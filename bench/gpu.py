@@ -1,0 +1,329 @@
+"""GPU memory as a `timing.Place`: inputs made where they are used, three timers that count no host time, ceilings, peak memory.
+
+A kernel of some microseconds is shorter than the host's time to queue it, so a clock around calls would measure Python. `graph` records
+the calls of a round in a CUDA graph and replays it; `events` queues them behind a kernel that spins until all are queued. Both read two
+events on the stream around at least ROUND_MS of work. `wall` is what a caller waits for a single call.
+
+torch is used where it is installed with CUDA: then every peer gets torch tensors, all over the same memory. CuPy is there always.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import cupyflash
+
+from . import check, nvml
+from .cases import Case, Inputs
+from .machine import nvidia_driver
+from .timing import Call, CaptureError, Ceilings, Place, Round, Tick, measure
+
+ROUND_MS = 5.0  # work between two events: their own cost, some microseconds, is then below a thousandth
+MAX_CALLS = 400  # in a round: the driver's queue holds about a thousand kernels, and a call may be more than one
+MAX_SETS = 256
+MAX_SPIN_US = 200_000.0
+
+_KERNELS = r"""
+extern "C" __global__ void spin(long long ns) {
+  long long start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < ns);
+}
+
+extern "C" __global__ void read_all(const uint4* data, long long count, unsigned* out) {
+  unsigned seen = 0;
+  const long long step = (long long)gridDim.x * blockDim.x;
+  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  for (; i + 7 * step < count; i += 8 * step) {
+    uint4 x[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = __ldcs(data + i + j * step);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) seen ^= x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
+  }
+  if (seen == 0x9e3779b9u) *out = seen;  // never true of zeros, which the compiler cannot know
+}
+"""
+
+
+def why_not() -> str | None:
+    """Why nothing can be computed in GPU memory here, or None. Makes no context where there is no GPU."""
+    driver = nvidia_driver()
+    if not driver.gpus:
+        return driver.error or ("the driver lists no GPU" if driver.cuda else "no NVIDIA driver, so no GPU")
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed: cupyflash-bench doctor says the pip line"
+    return None
+
+
+def open_place() -> Gpu:
+    """The place; SetupError with the reason where there is none."""
+    if reason := why_not():
+        raise cupyflash.SetupError(f"no GPU to use ({reason}); --device host computes in host memory")
+    return Gpu()
+
+
+def smoke(case: Case) -> check.Verdict:
+    """One small attention on the GPU: compiled, run and judged."""
+    try:
+        return check.run(case, open_place())
+    except Exception as error:  # whatever CuPy throws where its parts do not fit together is the answer
+        return check.failure(case, error)
+
+
+@functools.cache
+def torch_with_cuda() -> Any:
+    """The module, or None. Imported before anything asks CuPy for cuBLAS: CuPy then finds the one that torch has loaded."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch if torch.cuda.is_available() else None
+
+
+@functools.cache
+def why_no_cublas() -> str | None:
+    """Why CuPy cannot multiply matrices, or None."""
+    import cupy
+
+    try:
+        cupy.matmul(cupy.ones((16, 16), cupy.float32), cupy.ones((16, 16), cupy.float32))
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"CuPy finds no cuBLAS ({' '.join(str(error).split())[:90]})"
+    return None
+
+
+class Gpu(Place):
+    """The current device, on a stream of its own; inside `with`, that stream is the current one of CuPy and of torch."""
+
+    name = "gpu"
+
+    def __init__(self) -> None:
+        self.torch = torch_with_cuda()
+        import cupy
+
+        self._cupy = cupy
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._entered: list[ExitStack] = []
+        self._spin, self._read_all = (cupy.RawKernel(_KERNELS, name) for name in ("spin", "read_all"))
+        self.timers = {"graph": self._graph, "events": self._events, "wall": self._wall}
+        device, runtime = cupy.cuda.Device().id, cupy.cuda.runtime
+        properties = runtime.getDeviceProperties(device)
+        self.arch = f"sm_{properties['major']}{properties['minor']}" + ("a" if properties["major"] == 9 else "")
+        # Twice the L2: in a cache that is not quite least-recently-used, once is not enough to have passed everything over.
+        self.cache_bytes = 2 * properties["l2CacheSize"]
+        try:
+            self._sensor: nvml.Sensor | None = nvml.Sensor(runtime.deviceGetPCIBusId(device))
+        except OSError:
+            self._sensor = None
+
+    def __enter__(self) -> Gpu:
+        stack = ExitStack()
+        stack.enter_context(self._stream)
+        if self.torch is not None:
+            stack.enter_context(self.torch.cuda.stream(self.torch.cuda.ExternalStream(self._stream.ptr)))
+        self._entered.append(stack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().close()
+
+    # Arrays ---------------------------------------------------------------------------------------------------------------------
+
+    def inputs(self, case: Case, *, cold: bool = True) -> list[Inputs]:
+        """Normal q, k, v: torch tensors where there is torch, else CuPy arrays."""
+        sets = min(MAX_SETS, -(-self.cache_bytes // max(case.num_bytes, 1))) if cold else 1
+        arrays = ([self._normal(shape, case.dtype, 3 * n + i) for i, shape in enumerate(case.shapes)] for n in range(sets))
+        return [Inputs(q, k, v, case.options) for q, k, v in arrays]
+
+    def _normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+        if self.torch is not None:
+            generator = self.torch.Generator(device="cuda").manual_seed(seed)
+            return self.torch.randn(shape, dtype=getattr(self.torch, dtype), device="cuda", generator=generator)
+        x = self._cupy.empty(shape, self._cupy.float32)
+        _normal_kernel()(seed, x)
+        return x.astype(dtype if dtype != "bfloat16" else _bfloat16())
+
+    def put(self, array: Any) -> Any:
+        return self._cupy.asarray(array)
+
+    def fetch(self, array: Any) -> Any:
+        if self.torch is not None and isinstance(array, self.torch.Tensor):
+            return array.to(self.torch.float64).cpu().numpy()
+        return self._cupy.asnumpy(array.astype(self._cupy.float64))
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    # Timers ---------------------------------------------------------------------------------------------------------------------
+
+    def _events(self, calls: Sequence[Call]) -> Round:
+        count = self._count(calls)
+        return self._between_events(calls, lambda: [calls[i % len(calls)]() for i in range(count)], count)
+
+    def _graph(self, calls: Sequence[Call]) -> Round:
+        count = self._count(calls)
+        try:
+            replay = self._capture(lambda: [calls[i % len(calls)]() for i in range(count)])
+        except Exception as error:  # each library has its own way to say that its call does more than queue kernels
+            self.wait()
+            raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:100]) from error
+        return self._between_events(calls, replay, count)
+
+    def _wall(self, calls: Sequence[Call]) -> Round:
+        following = itertools.cycle(calls)
+
+        def round_() -> Tick:
+            call = next(following)
+            start = time.perf_counter()
+            call()
+            host_s = time.perf_counter() - start
+            self.wait()
+            return Tick((time.perf_counter() - start) * 1e3, host_s * 1e6, self._clock_mhz())
+
+        return round_
+
+    def _between_events(self, calls: Sequence[Call], work: Call, count: int) -> Round:
+        """Rounds of `work`, which is `count` calls, and before it one call alone, whose host time nothing else in the queue delays: the
+        last one, whose buffers the work comes to last."""
+        spin_us = [50.0]  # what it has grown to stays for the next rounds
+
+        def round_() -> Tick:
+            start = time.perf_counter()
+            calls[-1]()
+            host_us = (time.perf_counter() - start) * 1e6
+            ms, clock_mhz = self._behind_spin(work, spin_us)
+            return Tick(ms / count, host_us, clock_mhz)
+
+        return round_
+
+    def _behind_spin(self, work: Call, spin_us: list[float]) -> tuple[float, float | None]:
+        """Milliseconds of the work on the GPU, and the clock meanwhile. If the spin was over before all was queued, it is doubled and
+        the round taken again; work that waits for the GPU in itself outlasts any spin and is timed as it comes."""
+        first, last = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        while True:
+            self._spin((1,), (1,), (int(spin_us[0] * 1e3),))
+            first.record(self._stream)
+            work()
+            last.record(self._stream)
+            queued_in_time = not first.done
+            clock_mhz = self._clock_mhz()  # here, while the GPU works
+            last.synchronize()
+            if queued_in_time or spin_us[0] >= MAX_SPIN_US:
+                return self._cupy.cuda.get_elapsed_time(first, last), clock_mhz
+            spin_us[0] *= 2
+
+    def _count(self, calls: Sequence[Call]) -> int:
+        """Calls in a round: as many as take ROUND_MS, in whole turns through the buffers."""
+        for call in calls[:3]:
+            call()
+        some = calls[:50]
+        ms, _ = self._behind_spin(lambda: [call() for call in some], [100.0])
+        turn_ms = ms * len(calls) / len(some)
+        turns = max(1, min(round(ROUND_MS / max(turn_ms, 1e-4) + 0.5), MAX_CALLS // len(calls)))
+        return turns * len(calls)
+
+    def _capture(self, work: Call) -> Call:
+        """Record the work and return what replays it. torch's own capture where there is torch, for it keeps the memory of its
+        allocator's results for the graph; CuPy arrays in the same graph come from blocks that the calls before have left."""
+        if self.torch is None:
+            self._stream.begin_capture()
+            try:
+                work()
+            finally:
+                graph = self._stream.end_capture()
+            graph.upload(self._stream)
+            return lambda: graph.launch(self._stream)
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, stream=self.torch.cuda.current_stream(), capture_error_mode="relaxed"):
+            work()
+        replay: Call = graph.replay
+        return replay
+
+    def _clock_mhz(self) -> int | None:
+        return self._sensor.clock_mhz() if self._sensor else None
+
+    # What the machine has -------------------------------------------------------------------------------------------------------
+
+    def peak_bytes(self, call: Call) -> int:
+        """The call runs on an empty CuPy pool, whose size afterwards is the most that it held, and under torch's own count."""
+        pool, torch = self._cupy.cuda.MemoryPool(), self.torch
+        before = 0
+        if torch is not None:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with self._cupy.cuda.using_allocator(pool.malloc):
+            result = call()
+        self.wait()
+        del result
+        return int(pool.total_bytes()) + (torch.cuda.max_memory_allocated() - before if torch is not None else 0)
+
+    def free_bytes(self) -> int:
+        """What can still be allocated: free on the device, or held by the two pools without use."""
+        pool = self._cupy.get_default_memory_pool()
+        idle = pool.free_bytes()
+        if self.torch is not None:
+            idle += self.torch.cuda.memory_reserved() - self.torch.cuda.memory_allocated()
+        return int(self._cupy.cuda.runtime.memGetInfo()[0]) + int(idle)
+
+    def ceilings(self) -> Ceilings:
+        """bf16 matmul of 8192³ by cuBLAS, through torch or CuPy, and a kernel that reads 4 GiB; about half a second."""
+        with self:
+            size = min(4 << 30, self.free_bytes() // 4) & -(1 << 20)
+            data, seen = self._cupy.zeros(size // 4, self._cupy.uint32), self._cupy.zeros(1, self._cupy.uint32)
+            blocks = 16 * self._cupy.cuda.Device().attributes["MultiProcessorCount"]
+            rounds = {"read": self._events([lambda: self._read_all((blocks,), (256,), (data, size // 16, seen))])}
+            if matmul := self._matmul(8192):
+                rounds["matmul"] = self._events([matmul])
+            found = measure(rounds, min_s=0.1, max_s=0.3)
+            rounds.clear()
+        self._cupy.get_default_memory_pool().free_all_blocks()  # else the rest would have 4 GiB less
+        flops_per_s = 2 * 8192**3 / found["matmul"].ms * 1e3 if "matmul" in found else None
+        return Ceilings(flops_per_s, size / found["read"].ms * 1e3)
+
+    def _matmul(self, n: int) -> Call | None:
+        a, b = (self._normal((n, n), "bfloat16" if self.torch is not None else "float16", seed) for seed in (1, 2))
+        xp = self.torch if self.torch is not None else self._cupy
+        if self.torch is None and why_no_cublas():
+            return None
+        out = xp.empty_like(a)
+        return lambda: xp.matmul(a, b, out=out)
+
+
+@functools.cache
+def _normal_kernel() -> Any:
+    """Box and Muller's normal numbers from hashed indices: cuRAND is one more wheel, and some machines have none."""
+    import cupy
+
+    return cupy.ElementwiseKernel(
+        "uint64 seed",
+        "float32 y",
+        """
+        unsigned long long z = (seed << 40) + i;
+        unsigned u[2];
+        for (int n = 0; n < 2; ++n) {  // splitmix64
+          z += 0x9e3779b97f4a7c15ull;
+          unsigned long long x = z;
+          x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+          x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+          u[n] = (unsigned)((x ^ (x >> 31)) >> 32);
+          z = x;
+        }
+        y = sqrtf(-2 * logf((u[0] + 1.0f) / 4294967808.0f)) * cospif(u[1] / 2147483648.0f);
+        """,
+        "normal",
+    )
+
+
+def _bfloat16() -> Any:
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError as error:
+        raise cupyflash.SetupError("bfloat16 arrays of CuPy need ml_dtypes: pip install ml_dtypes") from error
+    return bfloat16

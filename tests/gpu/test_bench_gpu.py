@@ -1,0 +1,191 @@
+"""cupyflash-bench on a GPU: what its timers measure, what its peers compute, and its commands as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+
+from bench import check, cli, gpu, kernels, machine, peers, timing
+from bench.cases import Case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch and the peers have warnings of their own
+
+SMALL = Case(2, 256, 256, 8, 8, 64, 64, "bfloat16", causal=True)
+DECODE = replace(SMALL, seqlen_q=1, seqlen_k=4096, num_heads_kv=2, causal=False)
+
+
+@pytest.fixture(scope="module")
+def place():
+    return gpu.open_place()
+
+
+@pytest.fixture(params=["with torch", "CuPy alone"])
+def either(request, place, monkeypatch):
+    """The place as it is, and as it would be where torch is not installed."""
+    if request.param == "with torch" and place.torch is None:
+        pytest.skip("torch with CUDA is not installed")
+    if request.param == "CuPy alone":
+        pytest.importorskip("ml_dtypes", reason="bfloat16 in CuPy needs ml_dtypes; pip install ml_dtypes")
+        monkeypatch.setattr(gpu, "torch_with_cuda", lambda: None)
+        return gpu.Gpu()
+    return place
+
+
+def spin_call(place, us: float):
+    return lambda: place._spin((1,), (1,), (int(us * 1e3),))
+
+
+@pytest.mark.parametrize("timer", ["graph", "events"])
+@pytest.mark.parametrize("us", [30, 300, 20_000])
+def test_timers_measure_the_gpu_and_not_the_host(either, timer, us):
+    """A kernel that spins for a known time, called by a host that takes longer to call it than the kernel runs."""
+
+    def slow_host():
+        time.sleep(1e-4)
+        spin_call(either, us)()
+
+    with either:
+        tick = either.timers[timer]([slow_host])()
+    assert tick.ms * 1e3 == pytest.approx(us, rel=0.03, abs=5)  # of which some microseconds are between one kernel and the next
+    assert tick.host_us > 100
+
+
+def test_the_wall_timer_has_the_host_in_it(place):
+    with place:
+        tick = place.timers["wall"]([spin_call(place, 1000)])()
+    assert tick.ms > 1
+    assert tick.host_us < 900  # only queued
+
+
+def test_a_call_that_waits_cannot_be_captured_and_is_timed_by_events(place):
+    def waits():
+        spin_call(place, 100)()
+        place.wait()
+
+    with place:
+        with pytest.raises(timing.CaptureError):
+            place.timers["graph"]([waits])
+        assert place.timers["events"]([waits])().ms > 0.09
+        assert place.timers["graph"]([spin_call(place, 100)])().ms == pytest.approx(0.1, rel=0.1)  # the stream has survived
+
+
+def test_inputs_are_normal_and_cold(either):
+    with either:
+        sets = either.inputs(SMALL)
+        assert len(sets) * SMALL.num_bytes >= either.cache_bytes
+        assert len(either.inputs(SMALL, cold=False)) == 1
+        first, second = either.fetch(sets[0].q), either.fetch(sets[1].q)
+    assert first.shape == SMALL.shapes[0]
+    assert abs(first.mean()) < 0.02
+    assert first.std() == pytest.approx(1, abs=0.02)
+    assert np.abs(first).max() > 3.5
+    assert abs((first * second).mean()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("case", [SMALL, DECODE, replace(SMALL, causal=False, num_heads_kv=2)])
+def test_every_peer_that_runs_a_case_is_right(either, case, dtype):
+    case = replace(case, dtype=dtype)
+    found = peers.compare(case, peers.peers_at("gpu"), either, min_s=0.01, min_rounds=2)
+    for outcome in found.outcomes:
+        assert outcome.verdict is None or outcome.verdict.ok, (outcome.peer, str(outcome.verdict))
+        assert outcome.timing or outcome.why_not, outcome.peer
+    ours = found.outcomes[0]
+    assert ours.peer == peers.OURS
+    assert ours.timing.ms > 0
+    assert ours.timing.host_us > 0
+    out_bytes = np.prod(case.shapes[0]) * (4 if dtype == "float32" else 2)
+    assert out_bytes <= ours.peak_bytes < out_bytes + (8 << 20)
+    assert found.kernel.startswith("fwd_")
+    assert found.cold
+
+
+def test_the_formula_is_there_where_cublas_is(either):
+    if reason := gpu.why_no_cublas():
+        pytest.skip(reason)
+    (outcome,) = peers.compare(SMALL, [peers.StandardOnGpu()], either, min_s=0.01, min_rounds=2).outcomes
+    assert outcome.verdict.ok, outcome
+    assert outcome.peak_bytes >= SMALL.num_scores * 2
+    large = replace(SMALL, batch=64, seqlen_q=1 << 16, seqlen_k=1 << 16)
+    assert "GB are free" in peers.StandardOnGpu().why_not(large, either)
+
+
+def test_a_wrong_kernel_is_not_timed(place, monkeypatch):
+    """Zeros, of 16k keys: smaller than the limit of bfloat16, and wrong all the same."""
+    case = replace(DECODE, seqlen_k=16384)
+    monkeypatch.setattr(peers.CupyFlash, "bind", lambda self, case, inputs: lambda: inputs.q * 0)
+    (outcome,) = peers.compare(case, [peers.CupyFlash()], place, min_s=0.01).outcomes
+    assert not outcome.verdict.ok
+    assert outcome.timing is None
+
+
+def test_a_family_alone_is_what_runs(place):
+    with kernels.only_family("fwd_simple"):
+        found = peers.compare(SMALL, [peers.CupyFlash()], place, min_s=0.01, min_rounds=2)
+    assert found.kernel.startswith("fwd_simple")
+    assert found.outcomes[0].verdict.ok
+
+
+def test_ceilings_are_those_of_a_gpu(place):
+    flops_per_s, bytes_per_s = place.ceilings()
+    assert bytes_per_s > 1e11
+    assert flops_per_s is None or flops_per_s > 1e12
+
+
+def test_the_smoke_test_of_doctor():
+    assert gpu.smoke(machine.SMALL).ok
+
+
+def run(*arguments: str):
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def test_compare_as_a_user_runs_it(tmp_path):
+    file = tmp_path / "results.jsonl"
+    run(
+        "compare",
+        "--tokens",
+        "2k",
+        "--seqlen",
+        "1k",
+        "--dim",
+        "128",
+        "--heads",
+        "auto",
+        "--both",
+        "--min-time",
+        "0.02",
+        "--json",
+        str(file),
+    )
+    header, ceilings, *records = map(json.loads, file.read_text().splitlines())
+    assert header["devices"]
+    assert header["peers"]["cupyflash"]
+    assert ceilings["place"] == "gpu"
+    ours = [record for record in records if "record" not in record and record["peer"] == "cupyflash"]
+    assert [record["causal"] for record in ours] == [False, True]
+    for record in ours:
+        assert record["timer"] in ("graph", "events")
+        assert record["host_us"] > 0
+        assert record["error"] < check.LIMITS["bfloat16"]
+
+
+def test_the_tour_is_over_in_time():
+    start = time.perf_counter()
+    result = run()
+    assert time.perf_counter() - start < 40  # 30 s is promised; the first one on a machine also imports torch
+    assert "decode bf16" in result.stdout
+    assert "tokens the formula holds" in result.stdout or "not found" in result.stdout or "cuBLAS" in result.stdout
+
+
+def test_check_on_the_gpu():
+    assert "FAIL" not in run("check").stdout
