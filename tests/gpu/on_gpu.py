@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -165,3 +166,24 @@ def agrees(move: Move, q: Any, k: Any, v: Any, /, *, name: str, **options: Any) 
     judge(out, expected, standard, dtype=q.dtype, name=name)
     if lse is not None:
         judge(lse, expected_lse, standard_lse, dtype=q.dtype, name=name, kind="lse")
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------------------------
+
+_SPIN = """
+extern "C" __global__ void spin(long long nanoseconds) {
+  long long start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); } while (now - start < nanoseconds);
+}
+"""
+
+
+@functools.cache
+def _spin() -> Any:
+    return cupy.RawKernel(_SPIN, "spin")
+
+
+def spin(handle: int, milliseconds: int) -> None:
+    """Keep the stream with this handle busy for so long."""
+    _spin()((1,), (1,), (np.int64(milliseconds * 1_000_000),), stream=types.SimpleNamespace(ptr=handle))
