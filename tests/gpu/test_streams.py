@@ -48,7 +48,7 @@ def copy(target: Any, source: Any) -> None:
 
 
 def inputs(rng: np.random.Generator, library: str) -> tuple[Move, list[Any], Any]:
-    """(the way there, float16 arrays on the GPU, what attention makes of them); their kernel and `spin` are loaded, so nothing waits for NVRTC."""
+    """(the way there, float16 arrays on the GPU, what attention makes of them); the kernels are loaded, so nothing waits for NVRTC."""
     move = Move(library)
     arrays = move(*rng.standard_normal((3, *SHAPE)).astype(np.float16))
     expected = move.back(cupyflash.attention(*arrays))
