@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable
+from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
 from cupyflash.params import FORWARD
 from cupyflash.variants import FwdConfig, Variant
@@ -287,13 +287,16 @@ def _stored(name: str) -> bytes | None:
 def _store(name: str, cubin: bytes) -> None:
     """Write the file in one step, so that no one reads a part of it; keep it in memory where that fails."""
     folder = cache_dir()
-    part = folder / f"{name}.{os.urandom(8).hex()}.part"  # no temporary file, which no other user could read
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(cubin + hashlib.sha256(cubin).digest())
-        part.replace(folder / name)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        _in_memory[name] = cubin
-        warn_unwritable(folder, str(e.strerror))
+    why = why_unwritable(folder)
+    if why is None:
+        part = folder / f"{name}.{os.urandom(8).hex()}.part"  # no temporary file, which no other user could read
+        try:
+            part.write_bytes(cubin + hashlib.sha256(cubin).digest())
+            part.replace(folder / name)
+            return
+        except OSError as e:  # a full disk
+            why = e.strerror
+            with contextlib.suppress(OSError):
+                part.unlink()
+    _in_memory[name] = cubin
+    warn_unwritable(folder, why)
