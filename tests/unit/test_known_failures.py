@@ -410,6 +410,27 @@ def test_kf_091_a_result_is_complete_when_the_call_returns(rng: np.random.Genera
     np.testing.assert_array_equal(at_once, out)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("q", np.int32, "q is int32: it must be one of float16, bfloat16, float32, float64"),
+        ("k", np.float64, "k is float64 and q is float32: q, k and v must have one dtype"),
+        ("alibi_slopes", np.float16, "alibi_slopes is float16: it must be float32"),
+        ("seqused_k", np.int64, "seqused_k is int64: it must be int32"),
+        ("mask", np.float32, "mask is float32: it must be bool"),
+    ],
+)
+def test_kf_114_bits_are_never_read_as_another_dtype(rng: np.random.Generator, name: str, dtype: Any, message: str) -> None:
+    q, k, v = make(rng, (2, 5, 3, 8), (2, 7, 3, 8))
+    given: dict[str, Any] = {"q": q, "k": k, "alibi_slopes": np.ones(3), "seqused_k": np.full(2, 4), "mask": np.ones((5, 7))}
+    wrong = given[name].astype(dtype)
+    with pytest.raises(TypeError, match=message):
+        if name in ("q", "k"):
+            cupyflash.attention(wrong if name == "q" else q, wrong if name == "k" else k, v)
+        else:
+            cupyflash.attention(q, k, v, **{name: wrong})
+
+
 def test_no_warning_of_numpy_reaches_the_caller(rng: np.random.Generator) -> None:
     q, k, v = make(rng, (1, 4, 1, 8), (1, 4, 1, 8), dtype="float16")
     v[0, 0] = np.inf
