@@ -424,11 +424,10 @@ def test_kf_114_bits_are_never_read_as_another_dtype(rng: np.random.Generator, n
     q, k, v = make(rng, (2, 5, 3, 8), (2, 7, 3, 8))
     given: dict[str, Any] = {"q": q, "k": k, "alibi_slopes": np.ones(3), "seqused_k": np.full(2, 4), "mask": np.ones((5, 7))}
     wrong = given[name].astype(dtype)
+    arrays = (wrong if name == "q" else q, wrong if name == "k" else k, v)
+    options = {} if name in ("q", "k") else {name: wrong}
     with pytest.raises(TypeError, match=message):
-        if name in ("q", "k"):
-            cupyflash.attention(wrong if name == "q" else q, wrong if name == "k" else k, v)
-        else:
-            cupyflash.attention(q, k, v, **{name: wrong})
+        cupyflash.attention(*arrays, **options)
 
 
 def test_no_warning_of_numpy_reaches_the_caller(rng: np.random.Generator) -> None:
