@@ -70,6 +70,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="add the outcomes of this run to tests/gpu/record.json")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record:
+        try:
+            import cupy
+
+            cupy.cuda.runtime.getDeviceCount()
+        except Exception as e:
+            raise pytest.UsageError(f"--record needs a GPU: {e}") from e
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m take any away
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("lf", False) and not any("::" in arg for arg in config.args):  # else files are collected in part
