@@ -120,33 +120,36 @@ def attention(
     >>> lse.shape
     (2, 8, 128)
     """
-    views = _views(
-        {"q": q, "k": k, "v": v},
-        {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q, "seqused_k": seqused_k},
-        {"out": out},
-        stream,
-    )
-    like: ArrayView = views["q"]
-    shapes = Operands(**{name: view and view._replace(ptr=view.ptr % 16, owner=None) for name, view in views.items()})
+    views: list[Any] = [arrays.view(q, "q", stream), arrays.view(k, "k", stream), arrays.view(v, "v", stream)]
+    if out is bias is mask is alibi_slopes is sink is seqused_q is seqused_k is None:  # 1 us less for most calls
+        views += _NOTHING
+    else:
+        rest = (out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k)
+        views += [None if array is None else arrays.view(array, name, stream) for name, array in zip(_NAMES[3:], rest, strict=True)]
+    like, target = views[0], views[3]
     window = tuple(window_size) if isinstance(window_size, list) else window_size
     dtype = None if out_dtype is None else arrays.dtype_name(out_dtype)
-    options = (layout, causal, window, softmax_scale, softcap, dtype, return_lse)
-    try:
-        call = _prepare(shapes, *options)
-    except TypeError as e:
-        if isinstance(e, CupyflashError):
-            raise
-        call = _prepare.__wrapped__(shapes, *options)  # an option that cannot be hashed is a wrong one: let the check name it
-    result: ArrayView = views["out"] or arrays.empty(like, call.out_shape, call.problem.out_dtype, call.out_order)
-    lse = arrays.empty(like, call.lse_shape, call.problem.lse_dtype) if return_lse else None
-    views["out"] = result
-    if like.device_id == HOST:
-        _run_on_host(call, views, lse)
-    else:
-        pointers = params.pointers(Operands(**views), lse)
-        launch.run(call.plan, pointers, call.numbers, call.device, like.device_id, arrays.stream_handle(like, stream))
-    returned = out if out is not None else arrays.give_back(result, like)
+    call = _prepare([view and view.kind for view in views], layout, causal, window, softmax_scale, softcap, dtype, return_lse)
+    if target is not None:
+        arrays.check_out("out", out, target, dict(zip(_NAMES, views, strict=True)))
+    if like.device_id != HOST:
+        launch.check_process()
+    with arrays.on_stream(stream, views):
+        for n in call.host_vectors:
+            views[n] = arrays.to_device(views[n], like, _NAMES[n])
+        result = target or arrays.empty(like, call.out_shape, call.problem.out_dtype, call.out_order)
+        lse = arrays.empty(like, call.lse_shape, call.problem.lse_dtype) if return_lse else None
+        views[3] = result
+        if like.device_id == HOST:
+            _run_on_host(call, views, lse)
+        else:
+            launch.run(call.plan, params.pointers(views, lse), call.numbers, call.device, like.device_id, arrays.current_stream(like))
+    returned = arrays.give_back(result, like) if target is None else out
     return returned if lse is None else AttentionResult(returned, arrays.give_back(lse, like))
+
+
+_NAMES = Operands._fields
+_NOTHING = [None] * len(_NAMES[3:])
 
 
 class _Call(NamedTuple):
@@ -161,11 +164,21 @@ class _Call(NamedTuple):
     lse_shape: tuple[int, ...]
     numbers: bytes
     layout: str
+    host_vectors: tuple[int, ...]  # which operands are NumPy arrays beside GPU arrays
+
+
+def _prepare(kinds: list[arrays.Kind | None], *options: Any) -> _Call:
+    try:
+        return _prepare_once(tuple(kinds), *options)
+    except TypeError as e:
+        if isinstance(e, CupyflashError):
+            raise
+        return _prepare_once.__wrapped__(tuple(kinds), *options)  # an option that cannot be hashed is a wrong one: let its check name it
 
 
 @functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is not True to `causal`
-def _prepare(
-    views: Operands,
+def _prepare_once(
+    kinds: tuple[arrays.Kind | None, ...],
     layout: str,
     causal: Causal,
     window_size: Window | None,
@@ -174,7 +187,16 @@ def _prepare(
     out_dtype: str | None,
     return_lse: bool,
 ) -> _Call:
-    """Check and plan a call; cached, since a model makes the same calls over and over. The views carry no address but its alignment."""
+    """Check and plan a call; cached, since a model makes the same calls over and over. Views here have no owner, and no address but its
+    alignment."""
+    given = {name: ArrayView(*kind, None) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
+    arrays.check_together(given)
+    like = given["q"]
+    host_vectors = tuple(n for n, name in enumerate(_NAMES) if name in given and given[name].device_id != like.device_id)
+    for n in host_vectors:  # they are copied to the device in C order
+        vector = given[_NAMES[n]]
+        given[_NAMES[n]] = vector._replace(strides=arrays.strides_of(vector.shape, None))
+    views = Operands(**given)
     problem, operands = dense(
         views,
         layout=layout,
@@ -192,7 +214,7 @@ def _prepare(
         fresh = views.q._replace(shape=shape, strides=arrays.strides_of(shape, order), dtype=problem.out_dtype)
         operands = operands._replace(out=to_bshd(fresh, "out", layout, views.q))
     lse_shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)[4 - len(shape) :]
-    return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), layout)
+    return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), layout, host_vectors)
 
 
 @names_foreign_keywords
@@ -231,7 +253,12 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
     if not outs or len(outs) != len(lses):
         raise ArgumentError(f"outs holds {len(outs)} arrays and lses {len(lses)}: they must be as many, and at least one")
     names = [f"outs[{n}]" for n in range(len(outs))] + [f"lses[{n}]" for n in range(len(lses))]
-    views = _views(dict(zip(names, (*outs, *lses), strict=True)), {}, {"out": out, "lse_out": lse_out}, None)
+    given = dict(zip((*names, "out", "lse_out"), (*outs, *lses, out, lse_out), strict=True))
+    views = {name: arrays.view(array, name) for name, array in given.items() if array is not None}
+    arrays.check_together(views)
+    for name in ("out", "lse_out"):
+        if name in views:
+            arrays.check_out(name, given[name], views[name], views)
     if views["outs[0]"].device_id != HOST:
         raise UnsupportedError(
             "merge_states has no kernel yet for arrays in GPU memory", ("cupy.asnumpy(x) and tensor.cpu() give arrays that work",)
@@ -245,15 +272,15 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
     lse_shape = (*first.shape[:-3], first.shape[-2], first.shape[-3])
     lse_dtype = "float64" if first.dtype == "float64" else "float32"
     for name, view, shape, dtype in (
-        *((n, views[n], first.shape, first.dtype) for n in (*names[: len(outs)], "out")),
-        *((n, views[n], lse_shape, lse_dtype) for n in (*names[len(outs) :], "lse_out")),
+        *((n, views.get(n), first.shape, first.dtype) for n in (*names[: len(outs)], "out")),
+        *((n, views.get(n), lse_shape, lse_dtype) for n in (*names[len(outs) :], "lse_out")),
     ):
         if view is not None and view.shape != shape:
             raise ShapeError(f"{name} has shape {view.shape}: it must be {shape}, to go with outs[0] of shape {first.shape}")
         if view is not None and view.dtype != dtype:
             raise DtypeError(f"{name} is {view.dtype}: it must be {dtype}, to go with outs[0] of {first.dtype}")
-    merged = views["out"] or arrays.empty(first, first.shape, first.dtype, arrays.storage_order(first))
-    merged_lse = views["lse_out"] or arrays.empty(first, lse_shape, lse_dtype)
+    merged = views.get("out") or arrays.empty(first, first.shape, first.dtype, arrays.storage_order(first))
+    merged_lse = views.get("lse_out") or arrays.empty(first, lse_shape, lse_dtype)
     on_host = arrays.on_host
     host.merge([on_host(p) for p in parts], [on_host(w) for w in weights], on_host(merged), on_host(merged_lse), first.dtype)
     return (
@@ -385,8 +412,8 @@ def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str 
     --------
     >>> import cupyflash
     >>> calls = [dict(head_dim=64, dtype=dtype, causal=True) for dtype in ("float16", "bfloat16")]
-    >>> [report.variant for report in cupyflash.warmup(calls, arch="sm_80")]  # needs CuPy and NVRTC, and no GPU
-    ['fwd_sm80__f16_d64__m128n128s2w4__causal', 'fwd_sm80__bf16_d64__m128n128s2w4__causal']
+    >>> [report.arch for report in cupyflash.warmup(calls, arch="sm_80")]  # needs CuPy and NVRTC, and no GPU
+    ['sm_80', 'sm_80']
     """
     device_id = current() if arch is None else None
     name = arch or "cuda"
@@ -405,29 +432,13 @@ def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str 
     ]
 
 
-def _views(inputs: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any) -> dict[str, Any]:
-    """The views of a call's arrays, checked to belong together; None for options and outputs that were not given."""
-    given = inputs | {name: array for name, array in (options | outputs).items() if array is not None}
-    views: dict[str, Any] = {name: arrays.view(array, name) for name, array in given.items()}
-    arrays.check_together(views, stream)
-    like = next(iter(views.values()))
-    if like.device_id != HOST:
-        launch.check_cupy()
-        views |= {n: arrays.to_device(view, like) for n, view in views.items() if view.device_id == HOST}
-    written = [name for name in outputs if name in views]
-    for name in written:
-        arrays.check_out(name, given[name], views[name], {n: view for n, view in views.items() if n != name})
-    return dict.fromkeys((*options, *outputs)) | views
-
-
-def _run_on_host(call: _Call, views: dict[str, Any], lse: ArrayView | None) -> None:
+def _run_on_host(call: _Call, views: Sequence[Any], lse: ArrayView | None) -> None:
     if call.plan.steps:
-        p = call.problem
-        prepared = call.operands._asdict()
-        if views["out"].library == "jax":  # its result is computed in compact NumPy memory, whatever q's strides are
-            prepared["out"] = to_bshd(views["out"], "out", call.layout, views["q"])
-        given = (view and prepared[name]._replace(ptr=view.ptr, owner=view.owner) for name, view in views.items())
-        operands = Operands(**{name: None if view is None else arrays.on_host(view) for name, view in zip(views, given, strict=True)})
+        p, prepared = call.problem, call.operands
+        if views[3].library == "jax":  # it is computed in compact NumPy memory, whatever q's strides are
+            prepared = prepared._replace(out=to_bshd(views[3], "out", call.layout, views[0]))
+        given = [view and shaped._replace(ptr=view.ptr, owner=view.owner) for view, shaped in zip(views, prepared, strict=True)]
+        operands = Operands(*[view and arrays.on_host(view) for view in given])
         host.attention(p, operands, None if lse is None else arrays.on_host(lse).reshape(p.batch, p.num_heads_q, p.seqlen_q))
 
 

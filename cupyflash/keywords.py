@@ -53,11 +53,14 @@ def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not known.issuperset(kwargs):
-            unknown = next(name for name in kwargs if name not in known)
-            close = difflib.get_close_matches(unknown, known, n=1)
-            hint = FOREIGN.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
-            raise ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            unknown = next((name for name in kwargs if name not in known), None)
+            if unknown is None:
+                raise
+        close = difflib.get_close_matches(unknown, known, n=1)
+        hint = FOREIGN.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
+        raise ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")
 
     return checked

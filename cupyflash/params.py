@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from cupyflash.problem import AttentionProblem, Operands
@@ -16,7 +17,7 @@ _LOG2E = math.log2(math.e)
 
 # (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, f float.
 FORWARD_FIELDS = (
-    *((name, "Q") for name in ("q", "k", "v", "out", "lse", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k")),
+    *((name, "Q") for name in (*Operands._fields, "lse")),
     *((f"{name}_stride_{axis}", "q") for name in ("q", "k", "v", "out") for axis in ("batch", "seq", "head")),
     *((f"{name}_stride_{axis}", "q") for name in ("bias", "mask") for axis in ("batch", "head", "q", "k")),
     *((f"alibi_stride_{axis}", "q") for axis in ("batch", "head")),
@@ -33,12 +34,9 @@ _NUMBERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if cod
 UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
 
 
-def pointers(a: Operands, lse: Any) -> tuple[int, ...]:
-    """The addresses of one call, in the order of the struct; 0 for what is not used."""
-    return tuple(
-        0 if view is None else view.ptr
-        for view in (a.q, a.k, a.v, a.out, lse, a.bias, a.mask, a.alibi_slopes, a.sink, a.seqused_q, a.seqused_k)
-    )
+def pointers(views: Sequence[Any], lse: Any) -> list[int]:
+    """The addresses of one call's operands and LSE, in the order of the struct; 0 for what is not used."""
+    return [0 if view is None else view.ptr for view in (*views, lse)]
 
 
 def numbers(p: AttentionProblem, a: Operands) -> bytes:

@@ -12,10 +12,12 @@ from cupyflash.variants import FORWARD, MAX_HEAD_DIM, PLAIN, FwdConfig, Row, Sim
 
 
 class Step(NamedTuple):
-    """One launch: `args` are the names of the buffers it reads and writes."""
+    """One launch: `threads` and dynamic shared memory of a block; `args` are the names of the buffers it reads and writes."""
 
     variant: Variant
     grid: tuple[int, int, int]
+    threads: int
+    smem_bytes: int
     args: tuple[str, ...]
     why: str
 
@@ -37,11 +39,11 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     args = tuple(name for name, used in _buffers(p).items() if used)
     if device.arch == "host":
         variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
-        return Plan((Step(variant, (1, 1, 1), args, "the arrays are in host memory"),))
+        return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
     if 0 in (p.batch, p.num_heads_q, p.seqlen_q):
         return Plan(())  # a grid of 0 is an error to the driver
     variant, why = _choose(p, device)
-    return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), args, why),))
+    return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, why),))
 
 
 def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:

@@ -6,13 +6,12 @@ row that fits wins; `why` is the reason for the row, and where it was measured t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_HEAD_DIM = 256
 
 
-@dataclass(frozen=True)
-class SimpleConfig:
+class SimpleConfig(NamedTuple):
     """`fwd_simple`: one warp computes one query row; `warps` of them share a block only to fill the SM."""
 
     warps: int
@@ -22,8 +21,7 @@ class SimpleConfig:
         return f"w{self.warps}"
 
 
-@dataclass(frozen=True)
-class FwdConfig:
+class FwdConfig(NamedTuple):
     """A tiled forward: a block of `warps` warps walks block_n keys at a time for block_m query rows; K and V have `stages` buffers."""
 
     block_m: int
@@ -36,8 +34,7 @@ class FwdConfig:
         return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}"
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """head_dim and head_dim_v are the widths of the tiles: the true ones, rounded up to what the family computes in."""
 
     family: str
@@ -84,8 +81,7 @@ _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f6
 PLAIN = frozenset({"causal", "lse"})
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of a table. It fits a problem whose head dims are at most `head_dim`, on a device of `capability` or newer that has the
     shared memory; only with `options` does it serve flags beyond PLAIN."""
 

@@ -12,13 +12,13 @@ struct ForwardParams {
   const void* k;
   const void* v;
   void* out;
-  void* lse;
   const void* bias;           // (B, Hq, Sq, Sk)
   const unsigned char* mask;  // (B, Hq, Sq, Sk), non-zero where a query may attend
   const float* alibi_slopes;  // (B, Hq)
   const void* sink;           // (Hq)
   const int* seqused_q;       // (B)
   const int* seqused_k;       // (B)
+  void* lse;
 
   long long q_stride_batch, q_stride_seq, q_stride_head;
   long long k_stride_batch, k_stride_seq, k_stride_head;

@@ -31,7 +31,7 @@ ALLOWED = {
     "host": {"problem"},  # it computes what the problem says, so it reads its type
     "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
     "keywords": set(),
-    "launch": {"jit", "tensormap", "params", "plan", "device"},  # device: its type
+    "launch": {"jit", "tensormap", "params", "plan", "device", "environment"},  # device: its type; environment: how to get CuPy
     "params": {"problem"},  # the struct is filled from a problem
     "plan": {"problem", "variants", "device"},
     "problem": set(),
