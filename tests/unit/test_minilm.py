@@ -77,12 +77,59 @@ def test_gelu_is_exact_to_float32():
     np.testing.assert_allclose(minilm.gelu(x), expected, rtol=0, atol=1e-6)
 
 
+def test_gelu_of_float16_is_rounded_once():
+    x = np.linspace(-8, 8, 4001, dtype=np.float16)
+    np.testing.assert_array_equal(minilm.gelu(x), minilm.gelu(x.astype(np.float32)).astype(np.float16))
+
+
+def test_layer_norm_of_float16_sums_in_float32():
+    x = np.full((1, 384), 300, np.float16)
+    x[0, ::2] = -300  # 384 squares of 300 are 500 times the largest float16
+    normed = minilm.layer_norm(x, np.ones(384, np.float16), np.zeros(384, np.float16))
+    assert normed.dtype == np.float16
+    np.testing.assert_array_equal(np.abs(normed), 1)
+    assert abs(x[0, 0]) == 300
+
+
+@pytest.fixture(scope="module")
+def exported(encoder, tmp_path_factory):
+    file = tmp_path_factory.mktemp("weights") / "minilm.npz"
+    encoder.export(file, SENTENCES)
+    return file
+
+
+def test_an_export_is_small_and_encodes_the_same(exported, encoder, embeddings):
+    """It is carried to machines where only NumPy can read it: no pickled objects, no tokenizer, under 25 MB."""
+    assert exported.stat().st_size < 25e6
+    read = minilm.Encoder.read(exported)
+    np.testing.assert_array_equal(read.tokenize(SENTENCES)[1], encoder.tokenize(SENTENCES)[1])
+    difference = np.abs(read.encode(SENTENCES) - embeddings).max()
+    assert 0 < difference < minilm.AGREEMENT_FP16  # the weights are rounded to float16
+    alone = read.encode(SENTENCES[3:4], minilm.naive_attention)[0]
+    np.testing.assert_allclose(alone, embeddings[3], rtol=0, atol=minilm.AGREEMENT_FP16)
+    with pytest.raises(KeyError, match="never exported"):
+        read.encode(["never exported"])
+
+
+@pytest.mark.usefixtures("encoder")
+def test_the_example_exports_what_it_reads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(minilm, "CORPUS", SENTENCES[:3])
+    monkeypatch.setattr(minilm, "QUERIES", minilm.QUERIES[:1])
+    file = tmp_path / "few.npz"
+    assert minilm.main(["--export", str(file)]) == 0
+    assert " MB\n" in capsys.readouterr().out
+    assert minilm.main(["--weights", str(file)]) == 0
+    assert "nearest neighbours equal" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        minilm.main(["--weights", str(file), "--dtype", "fp16"])
+
+
 def test_missing_packages_are_named_with_their_pip_lines(monkeypatch, capsys):
-    def fails():
+    def fails(*_):
         raise ImportError("No module named 'safetensors'")
 
     monkeypatch.setattr(minilm.Encoder, "load", fails)
-    assert minilm.main() == 3
+    assert minilm.main([]) == 3
     message = capsys.readouterr().err
     assert "No module named 'safetensors'" in message
     assert "python -m pip install safetensors tokenizers\n" in message
