@@ -18,6 +18,9 @@ from .timing import HOST, Place
 LIMITS = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5, "float64": 1e-12}
 
 
+SMALL = Case(1, 33, 47, 2, 1, 24, 16, "float32", causal=True, return_lse=True)  # one attention to say whether a path works at all
+
+
 class Verdict(NamedTuple):
     """Largest |out - ref| / (1 + |ref|) against `limit`; `lse_error` is that of the LSE in units of its own limit, None if not asked.
 

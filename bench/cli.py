@@ -24,7 +24,7 @@ from . import check as checking
 from . import gpu, kernels
 from . import peers as contestants
 from .cases import DTYPES, Case, available_dtypes, check_suite, gpu_tour_suite, tour_suite
-from .machine import SMALL, diagnose, environment
+from .machine import diagnose, environment
 from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
 from .report import Report, console
 from .timing import HOST, MIN_ROUNDS, Place
@@ -183,16 +183,18 @@ def open_place(device: str | None) -> Place:
 @json_option
 def tour(device: str | None, json_file: str | None) -> int:
     """What this machine does, in 30 seconds (the default)."""
-    deadline = time.perf_counter() + TOUR_S
+    start = time.perf_counter()
     with ExitStack() as stack:
         report, place = open_report(json_file, stack), open_place(device)
         machine = environment()
         report.introduce(machine, place)
         if place.arch:
+            compiled = cupyflash.warmup([contestants.problem(case) for case in gpu_tour_suite()])
+            report.say(f"  nvrtc {len(compiled)} kernels, {time.perf_counter() - start:.1f} s (kept for the next time)")
             suite, names, min_s = gpu_tour_suite(), [OURS, "standard", "sdpa-flash", "sdpa-cudnn"], 0.15
         else:
             suite, names, min_s = tour_suite(), [OURS, "standard"], 0.3
-        found = run_timings(report, suite, contestants.peers_at(place.name, names), place, min_s=min_s, deadline=deadline)
+        found = run_timings(report, suite, contestants.peers_at(place.name, names), place, min_s=min_s, deadline=start + TOUR_S)
         report.memory_lesson(found)
         shapes = "--tokens 16k --seqlen 1k:16k:x2 --causal" if place.arch else "--seqlen 1k:4k:x2 --heads 8/2 --causal"
         report.next_steps(
@@ -377,12 +379,10 @@ def doctor() -> int:
 
     Works without a GPU and without CuPy. Exit code 0: arrays in GPU memory can be computed here; 3: not, and the text says why.
     """
-    found = diagnose()
-    if not found.problems:
-        found = found._replace(gpu=gpu.smoke(SMALL))
-    Report(console()).diagnosis(found)
-    wrong = not found.host.ok or (found.gpu is not None and not found.gpu.ok)
-    return FAILED if wrong else SETUP if found.problems else GOOD
+    found, host = diagnose(), checking.run(checking.SMALL)
+    on_gpu = None if found.problems else gpu.smoke()
+    Report(console()).diagnosis(found, host, on_gpu)
+    return FAILED if not host.ok or (on_gpu and not on_gpu.ok) else SETUP if found.problems else GOOD
 
 
 @main.command()

@@ -20,8 +20,7 @@ import numpy as np
 
 import cupyflash
 
-from . import check, nvml
-from .cases import Case
+from . import nvml
 
 # The oldest driver of each CUDA major that has an extra (NVIDIA's minor-version compatibility: every 12.x runs on 525, every 13.x on 580).
 DRIVERS = {13: "580", 12: "525"}
@@ -152,26 +151,20 @@ def nvidia_driver() -> Driver:
     return Driver(cuda, gpus)
 
 
-SMALL = Case(1, 33, 47, 2, 1, 24, 16, "float32", causal=True, return_lse=True)  # one attention to say whether a path works at all
-
-
 class Problem(NamedTuple):
     why: str
     way_out: str  # lines to paste into a shell, or what to do where none helps
 
 
 class Diagnosis(NamedTuple):
-    """`facts` in the order to print them; `problems` keep GPU arrays from working, in the order to mend them; the verdicts are those of
-    SMALL on each path, that of `gpu` None where it was not tried."""
+    """`facts` in the order to print them; `problems` keep GPU arrays from working, in the order to mend them."""
 
     facts: list[tuple[str, str]]
-    host: check.Verdict
     problems: list[Problem]
-    gpu: check.Verdict | None = None
 
 
 def diagnose() -> Diagnosis:
-    """Look at everything that matters, and compute one small attention on the host. Nothing is left behind, nothing raises."""
+    """Look at everything that matters. Nothing is left behind, nothing raises."""
     found, driver, wheels, headers = config(), nvidia_driver(), cupy_wheels(), cuda_headers()
     unwritable = why_not_writable(Path(found["cache_dir"]))
     missing = problems(found, driver, wheels, has_headers=headers is not None, unwritable=unwritable)
@@ -189,7 +182,7 @@ def diagnose() -> Diagnosis:
         ("cache", home_as_tilde(found["cache_dir"]) + (f", not writable: {unwritable}" if unwritable else ", writable")),
         *((name, version) for name in FRAMEWORKS if (version := installed(name))),
     ]
-    return Diagnosis(facts, check.run(SMALL), missing)
+    return Diagnosis(facts, missing)
 
 
 def problems(found: dict[str, Any], driver: Driver, wheels: dict[str, str], *, has_headers: bool, unwritable: str | None) -> list[Problem]:

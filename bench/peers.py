@@ -19,7 +19,6 @@ import cupyflash
 
 from . import check, gpu, timing
 from .cases import ITEMSIZE, Array, Case, Inputs
-from .machine import available_memory
 from .timing import HOST, Call, CaptureError, Place, Round, Timing
 
 OURS = "cupyflash"
@@ -72,7 +71,7 @@ class Standard(Peer):
     def why_not(self, case: Case, place: Place) -> str | None:
         if case.window_size or case.softcap or case.extras:
             return "it has no window, softcap, bias or mask"
-        return _does_not_fit(case.num_scores * max(4, ITEMSIZE[case.dtype]), available_memory())
+        return _does_not_fit(case.num_scores * max(4, ITEMSIZE[case.dtype]), place.free_bytes())
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         scale = case.softmax_scale or case.head_dim**-0.5
@@ -110,7 +109,7 @@ def standard(q: Array, k: Array, v: Array, scale: float, *, causal: bool) -> Arr
 
 
 class StandardOnGpu(Peer):
-    """The same formula in CuPy, in the inputs' dtype with float32 sums, as one would write it there: cuBLAS and five passes over scores."""
+    """The same formula in CuPy, in the inputs' dtype with float32 sums: cuBLAS for the products, a few passes over all scores between."""
 
     name = "standard"
 
@@ -123,29 +122,30 @@ class StandardOnGpu(Peer):
     def why_not(self, case: Case, place: Place) -> str | None:
         if case.window_size or case.softcap or case.extras:
             return "it has no window, softcap, bias or mask"
-        return _does_not_fit(case.num_scores * ITEMSIZE[case.dtype], place.free_bytes() if isinstance(place, gpu.Gpu) else None)
+        return _does_not_fit(case.num_scores * ITEMSIZE[case.dtype], place.free_bytes())
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         cp = importlib.import_module("cupy")
         q, k, v = (x if isinstance(x, cp.ndarray) else cp.from_dlpack(x) for x in inputs[:3])
-        scale, offset = case.softmax_scale or case.head_dim**-0.5, case.seqlen_k - case.seqlen_q
         B, Sq, Hq, D = q.shape
         Sk, Hkv, Dv = k.shape[1], k.shape[2], v.shape[3]
-        hide = cp.ElementwiseKernel(
-            "int64 Sq, int64 Sk, int64 offset", "T s", "if (i % Sk > i / Sk % Sq + offset) s = T(-INFINITY)", "hide_above_diagonal"
-        )
-        # A row that sees no key has the maximum -inf; its weights are zeros, as everywhere here.
-        weigh = cp.ElementwiseKernel(
-            "T m, float32 scale", "T s", "s = T(isinf(float(m)) ? 0.f : __expf(scale * (float(s) - float(m))))", "weigh"
-        )
+        scale, offset = case.softmax_scale or case.head_dim**-0.5, Sk - Sq
+        real, wide = ("double", "float64") if case.dtype == "float64" else ("float", "float32")
+        none = f"-({real})__int_as_float(0x7f800000)"  # -inf: the maximum of a row that sees no key, whose weights are zeros
+        hide = cp.ElementwiseKernel("int64 Sq, int64 Sk, int64 offset", "T s", f"if (i % Sk > i / Sk % Sq + offset) s = T({none})", "hide")
+        row_max = cp.ReductionKernel("T x", f"{wide} y", f"({real})x", "max(a, b)", "y = a", none, "row_max", reduce_type=real)
+        row_sum = cp.ReductionKernel("T x", f"{wide} y", f"({real})x", "a + b", "y = a", "0", "row_sum", reduce_type=real)
+        weight = f"s = T(isinf(m) ? ({real})0 : exp(scale * (({real})s - m)))"
+        weigh = cp.ElementwiseKernel(f"{wide} m, {wide} scale", "T s", weight, "weigh")
+        divide = cp.ElementwiseKernel(f"{wide} l", "T o", f"o = T(l == 0 ? ({real})0 : ({real})o / l)", "divide")
 
         def call() -> Any:
             scores = cp.matmul(q.transpose(0, 2, 1, 3).reshape(B, Hkv, -1, D), k.transpose(0, 2, 3, 1))
             if case.causal:
                 hide(Sq, Sk, offset, scores)
-            weigh(scores.max(axis=-1, keepdims=True), scale, scores)
-            row_sum = scores.sum(axis=-1, keepdims=True, dtype=np.promote_types(np.float32, q.dtype) if q.dtype.kind == "f" else np.float32)
-            out = (cp.matmul(scores, v.transpose(0, 2, 1, 3)) / cp.maximum(row_sum, 1e-30)).astype(q.dtype, copy=False)
+            weigh(row_max(scores, axis=-1, keepdims=True), scale, scores)
+            out = cp.matmul(scores, v.transpose(0, 2, 1, 3))
+            divide(row_sum(scores, axis=-1, keepdims=True), out)
             return out.reshape(B, Hq, Sq, Dv).transpose(0, 2, 1, 3)
 
         return call
@@ -292,7 +292,10 @@ def compare(
             name, rounds, note = _rounds(ready, place.timers, timer)
             timings = timing.measure(rounds, min_s=min_s, max_s=4 * min_s, min_rounds=min_rounds)
             is_cold = len(sets) * case.num_bytes >= place.cache_bytes if place.cache_bytes else None
-            found = found._replace(timer=name, cold=is_cold, kernel=_kernel(case, place), note=note)
+            kernel = (
+                ", ".join(variant.name for variant in cupyflash.supports(device="cuda", **problem(case)).variants) if place.arch else None
+            )
+            found = found._replace(timer=name, cold=is_cold, kernel=kernel, note=note)
             del rounds  # graphs hold memory
             for name, calls in ready.items():
                 others = [timings[other].ms for other in timings if other != name]
@@ -345,10 +348,7 @@ def _rounds(
         return name, rounds, note or f"{first} cannot record a call: {error}"
 
 
-def _kernel(case: Case, place: Place) -> str | None:
-    """The name of the variant that the library runs the case with."""
-    if place.arch is None:
-        return None
+def problem(case: Case) -> dict[str, Any]:
+    """The case as cupyflash.supports and cupyflash.warmup take it."""
     sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "dtype")
-    answer = cupyflash.supports(device="cuda", **{name: getattr(case, name) for name in sizes}, **case.options)
-    return ", ".join(variant.name for variant in answer.variants) or None
+    return {**{name: getattr(case, name) for name in sizes}, **case.options}

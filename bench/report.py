@@ -110,14 +110,6 @@ def conditions(found: Comparison) -> list[str]:
     return [text for text in (found.timer, warmth, clock if clocks else "clock unknown", found.kernel, found.note) if text]
 
 
-def gpu_path(found: Diagnosis) -> str:
-    if found.problems:
-        return "not ready"
-    if found.gpu is None:
-        return "nothing is missing"
-    return "works (a kernel was compiled, run and compared with float64)" if found.gpu.ok else f"WRONG: {found.gpu}"
-
-
 # --- text ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -354,12 +346,14 @@ class Report:
 
     # Doctor ---------------------------------------------------------------------------------------------------------------------
 
-    def diagnosis(self, found: Diagnosis) -> None:
+    def diagnosis(self, found: Diagnosis, host: Verdict, gpu: Verdict | None) -> None:
+        """The verdicts are those of one small attention on each path; that of the GPU None where it could not be tried."""
         for name, value in found.facts:
             self.say(f"{name:<13}{value}", paste=True)
         self.say()
-        self.say(f"{'host path':<13}" + ("works (NumPy arrays and others in host memory)" if found.host.ok else f"WRONG: {found.host}"))
-        self.say(f"{'gpu path':<13}" + gpu_path(found))
+        self.say(f"{'host path':<13}" + ("works (NumPy arrays and others in host memory)" if host.ok else f"WRONG: {host}"))
+        works = "works (a kernel was compiled, run and compared with float64)"
+        self.say(f"{'gpu path':<13}" + ("not ready" if gpu is None else works if gpu.ok else f"WRONG: {gpu}"))
         for number, (why, way_out) in enumerate(found.problems, 1):
             self.say(f"\n{number}. {why}")
             for line in way_out.splitlines():

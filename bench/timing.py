@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cases import Case, Inputs
+from .machine import available_memory
 
 Call = Callable[[], Any]
 
@@ -154,6 +155,10 @@ class Place:
 
     def wait(self) -> None:
         """Until all queued work is done."""
+
+    def free_bytes(self) -> int | None:
+        """What can still be allocated, where the system says so."""
+        return available_memory()
 
     def peak_bytes(self, call: Call) -> int:
         """The most that the call held at once beyond its inputs, its result included; a run of its own, because tracing slows Python.

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
-from bench import check, cli, gpu, kernels, machine, peers, timing
+from bench import check, cli, gpu, kernels, peers, timing
 from bench.cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch and the peers have warnings of their own
@@ -140,7 +140,7 @@ def test_ceilings_are_those_of_a_gpu(place):
 
 
 def test_the_smoke_test_of_doctor():
-    assert gpu.smoke(machine.SMALL).ok
+    assert gpu.smoke().ok
 
 
 def run(*arguments: str):

@@ -844,7 +844,7 @@ def doctor(monkeypatch):
         monkeypatch.setattr(machine, "cupy_wheels", lambda: dict.fromkeys(cupy, "14.2.0"))
         monkeypatch.setattr(machine, "cuda_headers", lambda: headers)
         monkeypatch.setattr(machine, "why_not_writable", lambda folder: unwritable)
-        monkeypatch.setattr(gpu, "smoke", lambda case: smoke)
+        monkeypatch.setattr(gpu, "smoke", lambda: smoke)
         return run("doctor")
 
     return run_on
@@ -932,7 +932,7 @@ def test_doctor_says_when_the_host_path_is_wrong(doctor, monkeypatch):
 
 
 def test_doctor_says_when_the_gpu_path_is_wrong(doctor):
-    result = doctor(smoke=check.failure(SMALL, RuntimeError("CUDA_ERROR_INVALID_IMAGE")))
+    result = doctor(smoke=check.failure(check.SMALL, RuntimeError("CUDA_ERROR_INVALID_IMAGE")))
     assert result.exit_code == 1
     assert "gpu path     WRONG: RuntimeError: CUDA_ERROR_INVALID_IMAGE" in result.stdout
 
