@@ -418,6 +418,72 @@ def test_the_formula_is_attention(heads, seqlen, dim, causal, dtype):
     assert verdict.ok, verdict
 
 
+class FakeGpu(timing.Place):
+    """Host memory that is a GPU in what the commands see of it."""
+
+    name, arch, cache_bytes = "gpu", "sm_90a", 1 << 16
+
+    def __init__(self) -> None:
+        ticks = iter(range(1, 10**6))
+        self.timers = {name: lambda calls: lambda: timing.Tick(1.0, 12.5, 1500.0 + next(ticks) % 2) for name in ("graph", "events", "wall")}
+
+    def inputs(self, case, *, cold=True):
+        return [case.inputs(seed) for seed in range(8 if cold else 1)]
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(gpu, "open_place", FakeGpu)
+    monkeypatch.setattr(gpu, "why_no_cublas", lambda: "CuPy finds no cuBLAS (libcublas.so.13)")
+    monkeypatch.setattr(cli, "gpu_tour_suite", lambda: (SMALL, DECODE))
+    monkeypatch.setattr(cupyflash, "warmup", lambda problems: [])
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+def test_compare_on_a_gpu_says_how_it_timed():
+    result = run("compare", "--seqlen", "32", "--dtype", "fp32", "--peers", "cupyflash,standard,fa4", "--json", "-", "--timer", "events")
+    assert result.exit_code == 0, result.stderr
+    header, ceilings, ours, *rest = lines(result.stdout)
+    assert header["peers"]["standard"] == "not found: CuPy finds no cuBLAS (libcublas.so.13)"
+    assert ceilings["place"] == "gpu"
+    assert (ours["timer"], ours["cold"], ours["host_us"], ours["clock_mhz"]) == ("events", True, 12.5, 1500.5)
+    assert [record["peer"] for record in rest if record["not_timed"]] == ["standard", "fa4"]
+    for text in ("host us", "12.5", "events, cold, 15", " MHz", "not timed: CuPy finds no cuBLAS"):
+        assert text in result.stderr
+    assert json.loads(run("fwd", "--seqlen", "32", "--dtype", "fp32", "--warm", "--json", "-").stdout.splitlines()[2])["cold"] is False
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_tour_of_a_gpu_fits_the_terminal(width):
+    result = run("tour", COLUMNS=str(width))
+    assert result.exit_code == 0, result.output
+    assert "compare --tokens 16k" in result.stdout
+    assert ("host us" in result.stdout.split("decode  bytes")[0]) == (width >= 80)
+    for line in result.stdout.splitlines():
+        assert len(line) <= width
+        assert "…" not in line
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+def test_check_takes_the_arrays_to_the_gpu_and_back(monkeypatch):
+    """The GPU path is checked by what comes back from there, and by many threads at once."""
+    monkeypatch.setattr(FakeGpu, "put", lambda self, array: ("there", array))
+    attention = cupyflash.attention
+
+    def on_gpu(*arrays, **options):
+        (_, q), (_, k), (_, v) = arrays
+        return attention(q, k, v, **{name: x[1] if isinstance(x, tuple) else x for name, x in options.items()})
+
+    monkeypatch.setattr(cupyflash, "attention", on_gpu)
+    result = run("check")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("GPU arrays:")
+    monkeypatch.setattr(FakeGpu, "fetch", lambda self, array: np.zeros_like(array))
+    assert run("check").exit_code == 1
+
+
 # --- right or wrong -----------------------------------------------------------------------------------------------------------
 
 
