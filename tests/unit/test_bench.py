@@ -421,7 +421,7 @@ def test_the_formula_is_attention(heads, seqlen, dim, causal, dtype):
 class FakeGpu(timing.Place):
     """Host memory that is a GPU in what the commands see of it."""
 
-    name, arch, cache_bytes = "gpu", "sm_90a", 1 << 16
+    name, arch, cache_bytes = "gpu", "sm_90a", 1 << 20
 
     def __init__(self) -> None:
         ticks = iter(range(1, 10**6))
