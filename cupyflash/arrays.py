@@ -124,7 +124,7 @@ def _view_torch(tensor: Any, name: str) -> ArrayView:
             (f"pass {name}.detach(), or call inside torch.no_grad()",),
         )
     device_id = tensor.get_device()  # -1 in host memory
-    if device_id == HOST and not tensor.is_cpu or device_id != HOST and not tensor.is_cuda:
+    if not (tensor.is_cpu if device_id == HOST else tensor.is_cuda):
         raise DeviceError(f"{name} is on the torch device {str(tensor.device)!r}: it must be on 'cpu' or 'cuda'")
     return ArrayView(ptr, tuple(tensor.shape), strides, _torch_name(tensor.dtype), device_id, "torch", tensor)
 
@@ -284,7 +284,7 @@ def check_together(views: dict[str, ArrayView]) -> None:
 
 
 def to_device(vector: ArrayView, like: ArrayView, name: str) -> ArrayView:
-    """A small host vector as an array of `like`'s library on its device, copied on the library's current stream; StateError in a capture."""
+    """A small host vector as an array of `like`'s library on its device, copied on its current stream; StateError in a capture."""
     if is_capturing(like):
         raise StateError(
             f"{name} is a NumPy array, and its copy to the GPU must not be captured: pass a {like.library} array on the device, whose "

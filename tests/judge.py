@@ -25,7 +25,9 @@ BOUND = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5, "float64": 1e-12}
 FLOOR_EPS = 16
 
 
-def judge(actual: Any, expected: Any, standard: Any, *, dtype: Any, name: str, kind: Kind = "out") -> None:
+def judge(
+    actual: Any, expected: Any, standard: Any, *, dtype: Any, name: str, kind: Kind = "out", exact_weights: bool = False
+) -> None:
     """Raise AssertionError unless `actual` is as close to `expected` as attention in `dtype` can be.
 
     actual, expected, standard: one shape. expected is float64 attention on the inputs as rounded to dtype; standard is the same
@@ -33,6 +35,8 @@ def judge(actual: Any, expected: Any, standard: Any, *, dtype: Any, name: str, k
     kind: an "out" row (last axis) that is expected to be all zero must be exactly zero: it saw no key. An "lse" is float32 for inputs
     of 16 bits. A "gradient" has twice the fixed bound.
     name: what is tested, such as the variant's name; it begins the message.
+    exact_weights: the case gives the formula weights of exactly 0 and 1, which a kernel may have scaled by less than a power of two before
+        it rounds them to 16 bits: half an ulp more.
     """
     dtype = np.dtype(dtype)
     got, want, plain = (np.asarray(x).astype(np.float64) for x in (actual, expected, standard))
@@ -51,7 +55,8 @@ def judge(actual: Any, expected: Any, standard: Any, *, dtype: Any, name: str, k
         floor = arithmetic * (1 + size.max(initial=0))  # an LSE near 0 is a maximum and a logarithm that cancel
         cap = BOUND["float64"] * (1 + size) if dtype == np.float64 else 1e-4 + 2e-6 * size
     else:
-        floor = (arithmetic + float(ml_dtypes.finfo(dtype).eps) / 2) * size.max(initial=0)
+        roundings = 2 if exact_weights else 1
+        floor = (arithmetic + roundings * float(ml_dtypes.finfo(dtype).eps) / 2) * size.max(initial=0)
         cap = BOUND[dtype.name] * (1 + size) * (2 if kind == "gradient" else 1)
     limit = np.minimum(2 * standard_error + floor, cap)
     if kind == "out":

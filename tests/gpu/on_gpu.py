@@ -148,7 +148,7 @@ def compile_ahead(kernels: Iterable[variants.Variant]) -> None:
 # --- comparison ------------------------------------------------------------------------------------------------------------------------
 
 
-def agrees(move: Move, q: Any, k: Any, v: Any, /, *, name: str, **options: Any) -> None:
+def agrees(move: Move, q: Any, k: Any, v: Any, /, *, name: str, exact_weights: bool = False, **options: Any) -> None:
     """Compute NumPy inputs on the GPU into NaN-filled memory, and judge the result by the formula in float64.
 
     The expectation is the judge's own formula in float64, which takes less time than the library's reference, a loop over rows; for
@@ -163,7 +163,7 @@ def agrees(move: Move, q: Any, k: Any, v: Any, /, *, name: str, **options: Any) 
     else:
         expected, expected_lse = standard_attention(*(x.astype(np.float64) for x in (q, k, v)), dtype=np.float64, **given)
     standard, standard_lse = standard_attention(q, k, v, dtype=q.dtype, **given)
-    judge(out, expected, standard, dtype=q.dtype, name=name)
+    judge(out, expected, standard, dtype=q.dtype, name=name, exact_weights=exact_weights)
     if lse is not None:
         judge(lse, expected_lse, standard_lse, dtype=q.dtype, name=name, kind="lse")
 

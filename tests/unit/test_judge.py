@@ -69,6 +69,19 @@ def test_twice_the_error_of_the_formula_is_the_limit(dtype, rng):
             judge(expected + error, expected, standard, dtype=dtype, name="over twice")
 
 
+@pytest.mark.parametrize("exact_weights", [False, True])
+def test_rounding_the_weights_is_half_an_ulp_more(exact_weights):
+    want = np.full((1, 1, 1, 4), 1.5)
+    ulp = np.float16(1.5 + 2.0**-10)  # formula exact: half an ulp is allowed, or one
+    got = want.astype(np.float16)
+    got[..., 2] = ulp
+    if exact_weights:
+        judge(got, want, want, dtype=np.float16, name="x", exact_weights=True)
+        got[..., 2] += np.float16(2.0**-10)
+    with pytest.raises(AssertionError, match=r"out\[0, 0, 0, 2\]"):
+        judge(got, want, want, dtype=np.float16, name="x", exact_weights=exact_weights)
+
+
 def test_a_poor_formula_cannot_excuse_a_poor_result(case):
     dtype, out, _, standard, _ = case
     got = out + 3 * BOUND[dtype.name] * (1 + np.abs(out))
