@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -167,12 +167,12 @@ class Gpu(Place):
 
     def _events(self, calls: Sequence[Call]) -> Round:
         count = self._count(calls)
-        return self._between_events(calls, lambda: [calls[i % len(calls)]() for i in range(count)], count)
+        return self._between_events(calls, _in_turn(calls, count), count)
 
     def _graph(self, calls: Sequence[Call]) -> Round:
         count = self._count(calls)
         try:
-            replay = self._capture(lambda: [calls[i % len(calls)]() for i in range(count)])
+            replay = self._capture(_in_turn(calls, count))
         except Exception as error:  # each library has its own way to say that its call does more than queue kernels
             self.wait()
             raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:100]) from error
@@ -225,28 +225,32 @@ class Gpu(Place):
         """Calls in a round: as many as take ROUND_MS, in whole turns through the buffers."""
         for call in calls[:3]:
             call()
-        some = calls[:50]
-        ms, _ = self._behind_spin(lambda: [call() for call in some], [100.0])
-        turn_ms = ms * len(calls) / len(some)
+        some = min(len(calls), 50)
+        ms, _ = self._behind_spin(_in_turn(calls, some), [100.0])
+        turn_ms = ms * len(calls) / some
         turns = max(1, min(round(ROUND_MS / max(turn_ms, 1e-4) + 0.5), MAX_CALLS // len(calls)))
         return turns * len(calls)
 
     def _capture(self, work: Call) -> Call:
-        """Record the work and return what replays it. torch's own capture where there is torch, for it keeps the memory of its
-        allocator's results for the graph; CuPy arrays in the same graph come from blocks that the calls before have left."""
-        if self.torch is None:
+        """Record the work and return what replays it.
+
+        What the work allocates stays the graph's own: torch's tensors in a pool that lives as long, CuPy's arrays in blocks that the
+        calls before have left and that only results of later calls can take, which nobody reads. Not by torch.cuda.graph: where a
+        capture fails, that leaves torch's allocator unfit for the next one.
+        """
+        pool = self.torch.cuda.MemPool() if self.torch is not None else None
+        with nullcontext() if pool is None else self.torch.cuda.use_mem_pool(pool):
             self._stream.begin_capture()
             try:
                 work()
-            finally:
-                graph = self._stream.end_capture()
-            graph.upload(self._stream)
-            return lambda: graph.launch(self._stream)
-        graph = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(graph, stream=self.torch.cuda.current_stream(), capture_error_mode="relaxed"):
-            work()
-        replay: Call = graph.replay
-        return replay
+            except BaseException:
+                with suppress(Exception):  # the capture is invalid by now; the work's own error says more
+                    self._stream.end_capture()
+                raise
+            graph = self._stream.end_capture()
+        graph.upload(self._stream)
+        kept = (graph, pool)
+        return lambda: kept[0].launch(self._stream)
 
     def _clock_mhz(self) -> int | None:
         return self._sensor.clock_mhz() if self._sensor else None
@@ -296,6 +300,16 @@ class Gpu(Place):
             return None
         out = xp.empty_like(a)
         return lambda: xp.matmul(a, b, out=out)
+
+
+def _in_turn(calls: Sequence[Call], count: int) -> Call:
+    """`count` calls, over and over again; no result is kept, so all of them find the same memory free."""
+
+    def work() -> None:
+        for call in itertools.islice(itertools.cycle(calls), count):
+            call()
+
+    return work
 
 
 @functools.cache
