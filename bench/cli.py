@@ -24,7 +24,7 @@ from . import check as checking
 from . import gpu, kernels
 from . import peers as contestants
 from .cases import DTYPES, Case, available_dtypes, check_suite, gpu_tour_suite, tour_suite
-from .machine import diagnose, environment
+from .machine import diagnose, environment, nvidia_driver
 from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
 from .report import Report, console
 from .timing import HOST, MIN_ROUNDS, Place
@@ -230,7 +230,13 @@ def timing_options(default_peers: str) -> Callable[[F], F]:
         click.option("--peers", callback=as_names, default=default_peers, show_default=True, metavar="NAMES", help=f"all, or of {names}."),
         click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
         click.option(
-            "--site", multiple=True, callback=add_sites, expose_value=False, is_eager=True, metavar="DIR", help="Packages of peers."
+            "--site",
+            multiple=True,
+            callback=add_sites,
+            expose_value=False,
+            is_eager=True,
+            metavar="DIR",
+            help="A folder of packages with peers, .pth files and all.",
         ),
         click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, ..."),
         click.option(
@@ -263,7 +269,11 @@ def fwd(**options: Any) -> int:
 @main.command(epilog=SIZES)
 @timing_options("all")
 def compare(**options: Any) -> int:
-    """Time every implementation found here, side by side in one process."""
+    """Time every implementation found here, side by side in one process.
+
+    Each result is compared with float64 first; a wrong one is not timed. Peers that are not installed are looked for in the folders of
+    --site, as `pip install --target DIR` makes them.
+    """
     return time_cases(**options)
 
 
@@ -396,7 +406,8 @@ def variants(arch: str | None, dtype: str, dim: int | None, json_file: str | Non
 
     Compiles all of them; needs NVRTC and no GPU.
     """
-    arch = (arch or (None if gpu.why_not() else gpu.open_place().arch) or "sm_90a").removeprefix("sm_")
+    arch = (arch or next((found.arch for found in nvidia_driver().gpus), "sm_90a")).removeprefix("sm_")
+    arch = f"{arch}a" if f"{arch}a" in kernels.architectures() else arch
     if arch not in kernels.architectures():
         known = ", ".join(f"sm_{known}" for known in kernels.architectures())
         raise click.BadParameter(f"'sm_{arch}' is none of {known}", param_hint="'--arch'")

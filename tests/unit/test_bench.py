@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from bench import check, cli, gpu, kernels, machine, peers, report, timing
+from bench import check, cli, gpu, kernels, machine, nvml, peers, report, timing
 from bench.cases import Case, available_dtypes, check_suite
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
@@ -1029,3 +1029,29 @@ def test_a_driver_without_a_device_is_an_answer(monkeypatch):
 
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Lib())
     assert machine.nvidia_driver() == machine.Driver("12.8", [], "cuInit returned 100")
+
+
+def test_nvml_says_what_it_knows_of_a_gpu(monkeypatch):
+    """A GPU that keeps its power to itself still tells its clock; one that is not there is an OSError."""
+    asked = []
+
+    class Lib:
+        def __getattr__(self, name):
+            def function(*arguments):
+                asked.append(name)
+                if name in ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"):
+                    arguments[-1]._obj.value = 1650 if "Max" not in name else 1980
+                if name == "nvmlSystemGetDriverVersion":
+                    arguments[0].value = b"580.82.07"
+                return 3 if "Power" in name or arguments[:1] == (b"none",) else 0
+
+            return function
+
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: Lib())
+    sensor = nvml.Sensor("0000:19:00.0")
+    assert "nvmlDeviceGetHandleByPciBusId_v2" in asked
+    assert sensor.clock_mhz() == 1650
+    limits = {"max_clock_mhz": 1980, "power_limit_w": None, "power_w": None}
+    assert sensor.facts() == {"driver_release": "580.82.07", "clock_mhz": 1650, **limits}
+    with pytest.raises(OSError, match="nvmlDeviceGetHandleByPciBusId_v2 returned 3"):
+        nvml.Sensor("none")
