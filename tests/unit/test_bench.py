@@ -696,6 +696,21 @@ def test_one_family_alone_and_the_table_as_before():
         assert cupyflash.supports(**sizes).reason == best
 
 
+def test_calls_planned_before_are_planned_anew():
+    """Else a call of the same shapes would go on with the kernel that it had."""
+    cached = [f for module in (kernels._api, kernels._plan) for f in vars(module).values() if hasattr(f, "cache_info")]
+
+    def planned() -> int:
+        return sum(function.cache_info().currsize for function in cached if function.__module__ != "cupyflash.device")
+
+    cupyflash.attention(*SMALL.inputs()[:3])
+    assert planned() >= 2
+    with kernels.only_family("fwd_simple"):
+        assert planned() == 0
+        cupyflash.attention(*SMALL.inputs()[:3])
+    assert planned() == 0
+
+
 LOG = """ptxas info    : Compiling entry function 'fwd' for 'sm_90a'
 ptxas info    : Function properties for fwd
     48 bytes stack frame, 44 bytes spill stores, 40 bytes spill loads
