@@ -12,7 +12,7 @@ from cupyflash.arrays import HOST, ArrayView
 from cupyflash.device import HOST_SPEC, DeviceSpec, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from cupyflash.keywords import names_foreign_keywords
-from cupyflash.problem import ITEMSIZE, AttentionProblem, Causal, Operands, Window, dense, to_bshd
+from cupyflash.problem import ITEMSIZE, AttentionProblem, Causal, Operands, Window, dense, pack_heads, to_bshd
 from cupyflash.variants import Variant
 
 
@@ -208,12 +208,14 @@ def _prepare_once(
         return_lse=return_lse,
     )
     device = query(views.q.device_id)
-    schedule = plan.forward(problem, device)
     shape, order = (*views.q.shape[:-1], problem.head_dim_v), arrays.storage_order(views.q)
     if operands.out is None:
         fresh = views.q._replace(shape=shape, strides=arrays.strides_of(shape, order), dtype=problem.out_dtype)
         operands = operands._replace(out=to_bshd(fresh, "out", layout, views.q))
     lse_shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)[4 - len(shape) :]
+    if like.device_id != HOST:
+        problem, operands = pack_heads(problem, operands)
+    schedule = plan.forward(problem, device)
     return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), layout, host_vectors)
 
 
@@ -395,8 +397,8 @@ def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str 
     Parameters
     ----------
     problems : the calls, each a dict of keywords as `supports` takes them, or one such dict. Lengths, batch and number of heads do not
-        matter. Arrays are taken as contiguous, a bias as of q's dtype and a sink as float32: rows that do not start at multiples of 16
-        bytes, and other dtypes of these two, are other kernels.
+        matter, but seqlen_q=1 drops what a single query makes pointless, as causal. Arrays are taken as contiguous, a bias as of q's dtype
+        and a sink as float32: rows that do not start at multiples of 16 bytes, and other dtypes of these two, are other kernels.
     arch : None for the current GPU, else an architecture as "sm_80", "sm_90a".
 
     Returns

@@ -162,6 +162,24 @@ def dense(
     return problem, operands
 
 
+def pack_heads(p: AttentionProblem, a: Operands) -> tuple[AttentionProblem, Operands]:
+    """One query token of grouped heads as attention of `group` query rows of each key head: the same numbers in the same places, read as
+    (B, group, Hkv, D), so that a tile reads a key head once and not once a query head. Only where no option tells the rows apart."""
+    group = p.num_heads_q // max(p.num_heads_kv, 1)
+    told_apart = p.alibi or p.bias or p.mask or p.sink or p.seqused_q or p.window_left is not None or p.window_right is not None
+    if p.seqlen_q != 1 or group <= 1 or told_apart:
+        return p, a
+
+    def rows(view: V) -> V:
+        batch, _, _, dim = view.shape
+        stride_batch, _, stride_head, stride_dim = view.strides
+        return view._replace(
+            shape=(batch, group, p.num_heads_kv, dim), strides=(stride_batch, stride_head, group * stride_head, stride_dim)
+        )
+
+    return p._replace(seqlen_q=group, num_heads_q=p.num_heads_kv), a._replace(q=rows(a.q), out=rows(a.out))
+
+
 def _check_dtypes(arrays: Operands, out_dtype: str | None) -> None:
     q = arrays.q.dtype
     for name in ("q", "k", "v"):
@@ -258,7 +276,7 @@ def _window(causal: Any, window_size: Any, seqlen_q: int, seqlen_k: int) -> tupl
     # The diagonal runs from key Sk - Sq (or 0) to key Sk - 1 (or Sq - 1) at the furthest, also when seqused_* shorten it.
     if left is not None and left >= max(seqlen_q, seqlen_k):
         left = None
-    if right is not None and right >= seqlen_q + seqlen_k:
+    if right is not None and (right >= seqlen_q + seqlen_k or (seqlen_q == 1 and causal != "top_left")):  # one row ends at the last key
         right = None
     return left, right, causal == "top_left"
 

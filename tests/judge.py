@@ -25,9 +25,7 @@ BOUND = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5, "float64": 1e-12}
 FLOOR_EPS = 16
 
 
-def judge(
-    actual: Any, expected: Any, standard: Any, *, dtype: Any, name: str, kind: Kind = "out", exact_weights: bool = False
-) -> None:
+def judge(actual: Any, expected: Any, standard: Any, *, dtype: Any, name: str, kind: Kind = "out", exact_weights: bool = False) -> None:
     """Raise AssertionError unless `actual` is as close to `expected` as attention in `dtype` can be.
 
     actual, expected, standard: one shape. expected is float64 attention on the inputs as rounded to dtype; standard is the same

@@ -387,6 +387,23 @@ def test_kf_071_one_query_of_many_heads(rng: np.random.Generator) -> None:
     agrees(*make(rng, (2, 1, 32, 128), (2, 20, 4, 128), dtype="float16"))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_kf_071_one_query_of_grouped_heads(rng: np.random.Generator, layout: str, dtype: str) -> None:
+    """A GPU takes the heads of a group as rows of one tile, but where an option tells the heads apart; q and out here are slices."""
+    used = np.array([300, 0], np.int32)
+    heads = rng.standard_normal(12).astype(np.float32)
+    mask = rng.random((2, 12, 1, 300)) < 0.7
+    alone = ({}, {"causal": True}, {"seqused_k": used}, {"causal": "top_left"}, {"sink": heads}, {"mask": mask})
+    for options in (*alone, {"alibi_slopes": np.abs(heads) / 8}):
+        for window in (None, (40, 5)):
+            q, k, v = make(rng, (2, 1, 15, 40), (2, 300, 4, 40), (2, 300, 4, 24), dtype)
+            q = q[:, :, 2:14]
+            if layout == "bhsd":
+                q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+            agrees(q, k, v, layout=layout, window_size=window, **options)
+
+
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, DtypeError, ShapeError
-from cupyflash.problem import AttentionProblem, Operands, dense
+from cupyflash.problem import AttentionProblem, Operands, dense, pack_heads
 
 
 def call(q: Any = (2, 5, 4, 8), k: Any = (2, 7, 2, 8), v: Any = None, dtype: Any = np.float32, **options: Any) -> Any:
@@ -162,6 +162,35 @@ def test_equal_attentions_are_equal_problems() -> None:
     assert problem(causal="top_left") != problem(causal=True)
     assert problem(window_size=(6, 11)) != problem()
     assert hash(problem()) == hash(problem())
+
+
+def test_one_query_sees_to_the_end_of_a_window_on_its_right() -> None:
+    from cupyflash.arrays import view
+
+    q, k = np.ones((2, 1, 4, 8), F32), np.ones((2, 7, 2, 8), F32)
+
+    def one(**options: Any) -> AttentionProblem:
+        return dense(Operands(view(q, "q"), view(k, "k"), view(k, "v")), **options)[0]
+
+    assert one() == one(causal=True) == one(window_size=(None, 0)) == one(window_size=(9, 3))
+    assert one(causal="top_left") != one()
+    assert one(window_size=(3, 0)) != one()
+
+
+def test_heads_of_a_group_become_rows_where_nothing_tells_them_apart() -> None:
+    from cupyflash.arrays import view
+
+    q, k = np.arange(2 * 6 * 8, dtype=F32).reshape(2, 1, 6, 8), np.ones((2, 7, 2, 8), F32)
+    p, a = dense(Operands(view(q, "q"), view(k, "k"), view(k, "v"), out=view(np.empty_like(q), "out")), causal=True)
+    packed, rows = pack_heads(p, a)
+    assert (packed.seqlen_q, packed.num_heads_q, packed.num_heads_kv) == (3, 2, 2)
+    as_rows = np.lib.stride_tricks.as_strided(q, rows.q.shape, [4 * s for s in rows.q.strides])
+    np.testing.assert_array_equal(as_rows, q.reshape(2, 2, 3, 8).swapaxes(1, 2))
+    assert rows.out.shape == rows.q.shape
+    assert rows.k == a.k
+    for told_apart in ({"alibi": True}, {"bias": "float32"}, {"mask": True}, {"sink": "float32"}, {"window_left": 3}, {"seqused_q": True}):
+        assert pack_heads(p._replace(**told_apart), a) == (p._replace(**told_apart), a)
+    assert pack_heads(p._replace(num_heads_kv=6), a)[1] is a
 
 
 def test_rows_on_16_byte_boundaries() -> None:
