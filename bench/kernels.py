@@ -6,7 +6,6 @@ The one module here that looks behind the library's public names. What it finds 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import time
@@ -16,20 +15,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import cupyflash
-
-
-def _private(name: str) -> Any:
-    """By name and not by import, which tests/unit/test_imports.py keeps from the modules that measure."""
-    return importlib.import_module(f"cupyflash.{name}")
-
-
-_api, _plan, _jit, _variants, _device, _environment = map(_private, ("api", "plan", "jit", "variants", "device", "environment"))
+from cupyflash import api, device, environment, jit, plan, variants
 
 ALL_OPTIONS = ("alibi", "bias", "local", "lse", "mask", "sink", "softcap", "used")
 
 
 def families() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row.family for row in _plan.FORWARD))
+    return tuple(dict.fromkeys(row.family for row in variants.FORWARD))
 
 
 @contextmanager
@@ -42,18 +34,18 @@ def only_family(family: str | None) -> Iterator[None]:
     if family is None:
         yield
         return
-    table = _plan.FORWARD
+    rows = tuple(row for row in variants.FORWARD if row.family == family)
     try:
-        _plan.FORWARD = tuple(row for row in table if row.family == family)
+        setattr(plan, "FORWARD", rows)  # noqa: B010  # mypy allows no assignment to an imported name
         _forget_plans()
         yield
     finally:
-        _plan.FORWARD = table
+        setattr(plan, "FORWARD", variants.FORWARD)  # noqa: B010
         _forget_plans()
 
 
 def _forget_plans() -> None:
-    for module in (_api, _plan):
+    for module in (api, plan):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
@@ -77,12 +69,12 @@ class Built(NamedTuple):
 def candidates(arch: str, dtypes: tuple[str, ...], head_dim: int | None = None) -> list[tuple[Any, str]]:
     """(variant, why) of each row that serves one of the dtypes, the head dim if given, and a device of this arch; at the row's own
     width, without options, or with all of them where the row is there for options."""
-    spec = _device.KNOWN[arch]
+    spec = device.KNOWN[arch]
     found = []
-    for row in _plan.FORWARD:
+    for row in variants.FORWARD:
         flags = ALL_OPTIONS if row.options else ()
         for dtype in (dtype for dtype in dtypes if dtype in row.dtypes):
-            variant = _variants.Variant(row.family, dtype, row.head_dim, row.head_dim, flags, row.config)
+            variant = variants.Variant(row.family, dtype, row.head_dim, row.head_dim, flags, row.config)
             serves = (head_dim or 0) <= row.head_dim and spec.capability >= row.capability and variant.smem_bytes <= spec.smem_bytes
             if serves:
                 found.append((variant, row.why))
@@ -90,13 +82,13 @@ def candidates(arch: str, dtypes: tuple[str, ...], head_dim: int | None = None) 
 
 
 def architectures() -> tuple[str, ...]:
-    return tuple(_device.KNOWN)
+    return tuple(device.KNOWN)
 
 
 def build(chosen: list[tuple[Any, str]], arch: str) -> Iterator[Built]:
     """Compile them by NVRTC in parallel, and give each back in the order of the table as soon as it is there. Needs no GPU; SetupError with
     the pip line where there is no NVRTC."""
-    _environment.load_nvrtc()
+    environment.load_nvrtc()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # NVRTC compiles outside of Python's lock
         yield from pool.map(lambda row: _build(row[0], row[1], arch), chosen)
 
@@ -105,7 +97,7 @@ def _build(variant: Any, why: str, arch: str) -> Built:
     built = Built(variant.name, why, variant.head_dim, variant.smem_bytes)
     start = time.perf_counter()
     try:
-        _, log = _jit.compile_cubin(_jit.render(variant, arch), ("--ptxas-options=-v",))
+        _, log = jit.compile_cubin(jit.render(variant, arch), ("--ptxas-options=-v",))
     except cupyflash.CompileError as error:
         first = next((line for line in str(error).splitlines() if "error" in line), str(error))
         return built._replace(error=first)

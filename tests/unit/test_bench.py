@@ -698,7 +698,7 @@ def test_one_family_alone_and_the_table_as_before():
 
 def test_calls_planned_before_are_planned_anew():
     """Else a call of the same shapes would go on with the kernel that it had."""
-    cached = [f for module in (kernels._api, kernels._plan) for f in vars(module).values() if hasattr(f, "cache_info")]
+    cached = [f for module in (kernels.api, kernels.plan) for f in vars(module).values() if hasattr(f, "cache_info")]
 
     def planned() -> int:
         return sum(function.cache_info().currsize for function in cached if function.__module__ != "cupyflash.device")
@@ -720,7 +720,7 @@ ptxas warning : (C7510) Potential Performance Loss: wgmma.mma_async instructions
 
 def test_variants_lists_the_rows(monkeypatch):
     pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
-    monkeypatch.setattr(kernels._jit, "compile_cubin", lambda unit, options: (b"", LOG))
+    monkeypatch.setattr(kernels.jit, "compile_cubin", lambda unit, options: (b"", LOG))
     result = run("variants", "--arch", "sm_80", "--dtype", "fp16,fp32", "--dim", "100", "--json", "-")
     assert result.exit_code == 0, result.stderr
     header, *rows = lines(result.stdout)
@@ -739,7 +739,7 @@ def test_variants_that_do_not_compile_end_in_exit_code_1(monkeypatch):
     def fails(unit, options):
         raise cupyflash.CompileError("fwd did not compile: fwd.cu(3): error: expected a ;")
 
-    monkeypatch.setattr(kernels._jit, "compile_cubin", fails)
+    monkeypatch.setattr(kernels.jit, "compile_cubin", fails)
     result = run("variants", "--dim", "256")
     assert result.exit_code == 1
     assert "expected a ;" in result.stdout

@@ -134,12 +134,16 @@ def test_foreign_packages_are_imported_only_where_they_belong(path):
     assert not wrong
 
 
+# What lists the kernel tables, and times one family of them, looks behind the public names; nothing is measured there.
+BEHIND_THE_NAMES = {"kernels.py": {"api", "device", "environment", "jit", "plan", "variants"}}
+
+
 @pytest.mark.parametrize("path", BENCH_FILES, ids=names(BENCH_FILES))
 def test_bench_uses_only_public_names(path):
     """A measurement through a private door would not be what a user gets."""
     import cupyflash  # here, so that a broken package still leaves the other tests their say
 
-    public = set(cupyflash.__all__) | INTERFACES
+    public = set(cupyflash.__all__) | INTERFACES | BEHIND_THE_NAMES.get(path.name, set())
     used = {(found.line, name) for found in imports(path) if found.module == "cupyflash" for name in found.names}
     used |= {(found.line, found.module.split(".")[1]) for found in imports(path) if found.module.startswith("cupyflash.")}
     for node in ast.walk(ast.parse(path.read_text())):
