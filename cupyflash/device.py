@@ -81,15 +81,21 @@ def query(device_id: int) -> DeviceSpec:
     )
 
 
+def served() -> list[int]:
+    """The compute capabilities, 90 for 9.0, that NVRTC compiles the kernels for: `__grid_constant__` of their argument begins with 7.0."""
+    return sorted(arch for arch in load_nvrtc().getSupportedArchs() if arch >= 70)
+
+
 def _check_compiler(name: str, major: int, minor: int) -> None:
-    nvrtc = load_nvrtc()
-    served = sorted(nvrtc.getSupportedArchs())
-    if 10 * major + minor not in served:
-        oldest, newest = (f"{arch // 10}.{arch % 10}" for arch in (served[0], served[-1]))
+    capability, archs = 10 * major + minor, served()
+    if capability in archs:
+        return
+    version = ".".join(map(str, load_nvrtc().getVersion()))
+    oldest, newest = (f"{arch // 10}.{arch % 10}" for arch in (archs[0], archs[-1]))
+    if capability > archs[0]:
         way_out = "pip install -U 'cupyflash[cuda13]', in a fresh environment, brings the newest"
-        if 10 * major + minor < served[0]:
-            way_out = "pip install 'cupyflash[cuda12]', in a fresh environment, brings one that serves 5.0 and newer"
-        raise DeviceError(
-            f"{name} has compute capability {major}.{minor}, and NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for {oldest} to "
-            f"{newest}: {way_out}"
-        )
+    else:
+        way_out = "pip install 'cupyflash[cuda12]', in a fresh environment, brings one for 7.0 and newer, and older GPUs have no kernel"
+    raise DeviceError(
+        f"{name} has compute capability {major}.{minor}, and NVRTC {version} compiles the kernels for {oldest} to {newest}: {way_out}"
+    )

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from cupyflash import jit
-from cupyflash.device import KNOWN
-from cupyflash.environment import load_nvrtc
+from cupyflash.device import KNOWN, served
 from cupyflash.variants import FORWARD, PLAIN, FwdConfig, Row, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
@@ -93,7 +92,7 @@ def test_spills_are_explained_by_their_rows() -> None:
 def test_the_simple_kernel_compiles_for_each_architecture_that_nvrtc_knows() -> None:
     """Any GPU for which `device.query` has no error has a kernel."""
     row = FORWARD[-1]
-    archs = load_nvrtc().getSupportedArchs()
+    archs = served()
     assert row.capability == 0
     assert {int(arch.rstrip("a")) for arch in KNOWN} <= set(archs)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
