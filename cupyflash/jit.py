@@ -165,7 +165,7 @@ def _load(variant: Variant, arch: str, stream: int) -> Kernel:
         function = _through_cupy(unit) if cubin is None else None
         if function is None:
             module = cuda.Module()  # of bytes, so what was verified is what is loaded: the driver crashes on a file that is cut off
-            module.load(build(unit).cubin if cubin is None else cubin)
+            module.load(cubin or build(unit).cubin)
             function = module.get_function(unit.entry)
         if variant.smem_bytes:
             cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.smem_bytes)
