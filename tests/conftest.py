@@ -31,10 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and (reason := why_no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if "all_variants" not in config.option.markexpr:  # minutes of compiling; asked for by name
-        kept = [item for item in items if not item.get_closest_marker("all_variants")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
 
 
 @functools.cache

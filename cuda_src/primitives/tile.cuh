@@ -37,8 +37,9 @@ struct Reader {
 };
 
 // Scope: block. Queues the copy of a tile from rows of `width` elements, `stride` elements apart; columns past `width` and, with kTail,
-// rows past `valid` become zeros. Eight threads (or what divides the row) copy a row, panel by panel of 128 bytes: each has one pointer that
-// moves by a constant, and without kTail nothing is compared. Aligned rows start at multiples of 16 bytes and are a multiple of 8 wide.
+// rows past `valid` become zeros. Eight threads (or what divides the row) copy a row, panel by panel of 128 bytes: each has one pointer
+// that moves by a constant, and without kTail nothing is compared. Aligned rows start at multiples of 16 bytes and are a multiple of 8
+// wide.
 template <class T, int kThreads, bool kTail, bool kUnaligned, class Element>
 __device__ inline void load_tile(char* tile, const Element* global, long long stride, int valid, int width) {
   constexpr int kLanes = T::kChunks % 8 == 0 ? 8 : T::kChunks % 4 == 0 ? 4 : 2;
