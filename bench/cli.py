@@ -92,6 +92,14 @@ def as_window(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return left, right
 
 
+def dtype_name(text: str) -> str:
+    """A dtype by its short or its long name."""
+    name = {brief: name for name, brief in DTYPES.items()}.get(text, text)
+    if name not in DTYPES:
+        raise click.BadParameter(f"{text!r} is not one of {', '.join(DTYPES.values())}", param_hint="'--dtype'")
+    return name
+
+
 def as_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...] | None:
     """Names of peers, or None for "all"."""
     known = dict.fromkeys(peer.name for peer in PEERS)
@@ -327,18 +335,13 @@ def as_cases(
     """Every combination of the options, the head dims outermost."""
     if heads is not None and heads[0] % heads[1]:
         raise click.BadParameter(f"{heads[0]} query heads are no multiple of {heads[1]} key heads", param_hint="'--heads'")
-    dtype = dtype or ("bf16" if place.arch else "fp32")
-    name = {brief: name for name, brief in DTYPES.items()}.get(dtype, dtype)
-    if name not in DTYPES:
-        raise click.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES.values())}", param_hint="'--dtype'")
+    name = dtype_name(dtype or ("bf16" if place.arch else "fp32"))
     if name not in available_dtypes() and not (place.arch and gpu.torch_with_cuda()):
         raise click.BadParameter("bfloat16 without torch needs ml_dtypes: pip install ml_dtypes", param_hint="'--dtype'")
     if tokens is not None and any(count < sq for count in tokens for sq in seqlen):
         raise click.BadParameter("fewer tokens than one sequence has", param_hint="'--tokens'")
     masks = {"both": (False, True), "yes": (True,)}.get(causal or "no", (False,))
-    shapes = [(b, sq, sk) for b in batch for sq in seqlen for sk in seqlen_k or (sq,)]
-    if tokens is not None:
-        shapes = [(count // sq, sq, sk) for count in tokens for sq in seqlen for sk in seqlen_k or (sq,)]
+    shapes = [(n // sq if tokens else n, sq, sk) for n in tokens or batch for sq in seqlen for sk in seqlen_k or (sq,)]
     return [
         Case(*shape, *(heads or (max(1, 2048 // d),) * 2), d, dv, name, masked, window, None, softcap)
         for d, dv in dim
@@ -370,13 +373,13 @@ def check(full: bool, device: str | None, json_file: str | None) -> int:
                     report.advance(1)
                 report.checks(group, verdicts)
                 wrong += [(case, verdict) for case, verdict in verdicts if not verdict.ok]
-                skipped += [(case, verdict) for case, verdict in verdicts if verdict.skipped]
+                skipped += [verdict for _, verdict in verdicts if verdict.skipped]
                 total += len(cases)
         report.say()
         for case, verdict in wrong:
             report.say(f"FAIL {case.label}: {verdict}", "bold red")
             report.say(f"     {case}", "dim", paste=True)
-        for note in sorted({verdict.note for _, verdict in skipped}):
+        for note in sorted({verdict.note for verdict in skipped}):
             report.say(f"skip {note}", "yellow")
         passed = total - len(wrong) - len(skipped)
         rest = (f", {len(wrong)} FAILED" if wrong else "") + (f", {len(skipped)} not supported" if skipped else "")
@@ -411,11 +414,7 @@ def variants(arch: str | None, dtype: str, dim: int | None, json_file: str | Non
     if arch not in kernels.architectures():
         known = ", ".join(f"sm_{known}" for known in kernels.architectures())
         raise click.BadParameter(f"'sm_{arch}' is none of {known}", param_hint="'--arch'")
-    names = {brief: name for name, brief in DTYPES.items()}
-    unknown = [name for name in dtype.split(",") if name not in names and name not in DTYPES]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(DTYPES.values())}", param_hint="'--dtype'")
-    chosen = kernels.candidates(arch, tuple(names.get(name, name) for name in dtype.split(",")), dim)
+    chosen = kernels.candidates(arch, tuple(map(dtype_name, dtype.split(","))), dim)
     failed = False
     with ExitStack() as stack:
         report = open_report(json_file, stack)

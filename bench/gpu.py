@@ -21,7 +21,7 @@ import numpy as np
 
 import cupyflash
 
-from . import check, nvml
+from . import check, cublas, nvml
 from .cases import Case, Inputs
 from .machine import nvidia_driver
 from .timing import Call, CaptureError, Ceilings, Place, Round, Tick, measure
@@ -30,6 +30,8 @@ ROUND_MS = 5.0  # work between two events: their own cost, some microseconds, is
 MAX_CALLS = 400  # in a round: the driver's queue holds about a thousand kernels, and a call may be more than one
 MAX_SETS = 256
 MAX_SPIN_US = 200_000.0
+BURST = 24, 200  # calls without a wait between them, for their host time: enough to be warm, and no more than the queue holds
+BURST_MS = 250.0
 
 _KERNELS = r"""
 extern "C" __global__ void spin(long long ns) {
@@ -91,12 +93,13 @@ def torch_with_cuda() -> Any:
 
 @functools.cache
 def why_no_cublas() -> str | None:
-    """Why CuPy cannot multiply matrices, or None."""
+    """Why `cublas.multiply` cannot work here, or None."""
     import cupy
 
+    ones = cupy.ones((1, 1, 16, 16), cupy.float16)
     try:
-        cupy.matmul(cupy.ones((16, 16), cupy.float32), cupy.ones((16, 16), cupy.float32))
-    except (ImportError, RuntimeError, OSError) as error:
+        cublas.multiply(ones, ones, cupy.empty_like(ones))
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
         return f"CuPy finds no cuBLAS ({' '.join(str(error).split())[:90]})"
     return None
 
@@ -166,17 +169,17 @@ class Gpu(Place):
     # Timers ---------------------------------------------------------------------------------------------------------------------
 
     def _events(self, calls: Sequence[Call]) -> Round:
-        count = self._count(calls)
-        return self._between_events(calls, _in_turn(calls, count), count)
+        count, ms = self._count(calls)
+        return self._between_events(calls, _in_turn(calls, count), count, ms)
 
     def _graph(self, calls: Sequence[Call]) -> Round:
-        count = self._count(calls)
+        count, ms = self._count(calls)
         try:
             replay = self._capture(_in_turn(calls, count))
         except Exception as error:  # each library has its own way to say that its call does more than queue kernels
             self.wait()
             raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:100]) from error
-        return self._between_events(calls, replay, count)
+        return self._between_events(calls, replay, count, ms)
 
     def _wall(self, calls: Sequence[Call]) -> Round:
         following = itertools.cycle(calls)
@@ -191,19 +194,30 @@ class Gpu(Place):
 
         return round_
 
-    def _between_events(self, calls: Sequence[Call], work: Call, count: int) -> Round:
-        """Rounds of `work`, which is `count` calls, and before it one call alone, whose host time nothing else in the queue delays: the
-        last one, whose buffers the work comes to last."""
+    def _between_events(self, calls: Sequence[Call], work: Call, count: int, call_ms: float) -> Round:
+        """Rounds of `work`, which is `count` calls; before the first one the calls' host time, which is every round's."""
         spin_us = [50.0]  # what it has grown to stays for the next rounds
+        host_us = functools.cache(lambda: self._host_us(calls, count, call_ms))
 
         def round_() -> Tick:
-            start = time.perf_counter()
-            calls[-1]()
-            host_us = (time.perf_counter() - start) * 1e6
+            of_host = host_us()
             ms, clock_mhz = self._behind_spin(work, spin_us)
-            return Tick(ms / count, host_us, clock_mhz)
+            return Tick(ms / count, of_host, clock_mhz)
 
         return round_
+
+    def _host_us(self, calls: Sequence[Call], count: int, call_ms: float) -> float:
+        """Microseconds of the host from a call to its return, in a burst of calls: after a wait for the GPU, the driver's thread has slept
+        and the CPU's caches have gone cold, which costs ten times the call itself. How far the GPU falls behind meanwhile is no matter."""
+        fewest, most = BURST
+        burst = max(4, min(max(fewest, count), most, int(BURST_MS / max(call_ms, 1e-4))))
+        times_us = []
+        for call in itertools.islice(itertools.cycle(calls), burst):
+            start = time.perf_counter()
+            call()
+            times_us.append((time.perf_counter() - start) * 1e6)
+        self.wait()
+        return float(np.median(times_us[burst // 4 :]))
 
     def _behind_spin(self, work: Call, spin_us: list[float]) -> tuple[float, float | None]:
         """Milliseconds of the work on the GPU, and the clock meanwhile. If the spin was over before all was queued, it is doubled and
@@ -221,15 +235,14 @@ class Gpu(Place):
                 return self._cupy.cuda.get_elapsed_time(first, last), clock_mhz
             spin_us[0] *= 2
 
-    def _count(self, calls: Sequence[Call]) -> int:
-        """Calls in a round: as many as take ROUND_MS, in whole turns through the buffers."""
+    def _count(self, calls: Sequence[Call]) -> tuple[int, float]:
+        """Calls in a round, as many as take ROUND_MS, in whole turns through the buffers; and milliseconds of one."""
         for call in calls[:3]:
             call()
         some = min(len(calls), 50)
-        ms, _ = self._behind_spin(_in_turn(calls, some), [100.0])
-        turn_ms = ms * len(calls) / some
-        turns = max(1, min(round(ROUND_MS / max(turn_ms, 1e-4) + 0.5), MAX_CALLS // len(calls)))
-        return turns * len(calls)
+        ms = self._behind_spin(_in_turn(calls, some), [100.0])[0] / some
+        turns = max(1, min(round(ROUND_MS / max(ms * len(calls), 1e-4) + 0.5), MAX_CALLS // len(calls)))
+        return turns * len(calls), ms
 
     def _capture(self, work: Call) -> Call:
         """Record the work and return what replays it.
@@ -294,12 +307,12 @@ class Gpu(Place):
         return Ceilings(flops_per_s, size / found["read"].ms * 1e3)
 
     def _matmul(self, n: int) -> Call | None:
-        a, b = (self._normal((n, n), "bfloat16" if self.torch is not None else "float16", seed) for seed in (1, 2))
-        xp = self.torch if self.torch is not None else self._cupy
         if self.torch is None and why_no_cublas():
             return None
-        out = xp.empty_like(a)
-        return lambda: xp.matmul(a, b, out=out)
+        a, b = (self._normal((1, 1, n, n), "bfloat16" if self.torch is not None else "float16", seed) for seed in (1, 2))
+        if self.torch is None:
+            return functools.partial(cublas.multiply, a, b, self._cupy.empty_like(a))
+        return functools.partial(self.torch.matmul, a, b, out=self.torch.empty_like(a))
 
 
 def _in_turn(calls: Sequence[Call], count: int) -> Call:

@@ -34,13 +34,14 @@ def only_family(family: str | None) -> Iterator[None]:
     if family is None:
         yield
         return
-    rows = tuple(row for row in variants.FORWARD if row.family == family)
+    names = vars(plan)
+    before = names["FORWARD"]
     try:
-        setattr(plan, "FORWARD", rows)  # noqa: B010  # mypy allows no assignment to an imported name
+        names["FORWARD"] = tuple(row for row in before if row.family == family)
         _forget_plans()
         yield
     finally:
-        setattr(plan, "FORWARD", variants.FORWARD)  # noqa: B010
+        names["FORWARD"] = before
         _forget_plans()
 
 

@@ -5,6 +5,7 @@ An adapter has no say in how it is timed or checked. It binds a case's arrays to
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import time
@@ -17,7 +18,7 @@ import numpy as np
 
 import cupyflash
 
-from . import check, gpu, timing
+from . import check, cublas, gpu, timing
 from .cases import ITEMSIZE, Array, Case, Inputs
 from .timing import HOST, Call, CaptureError, Place, Round, Timing
 
@@ -69,16 +70,17 @@ class Standard(Peer):
     name, place, package = "standard", "host", "numpy"
 
     def why_not(self, case: Case, place: Place) -> str | None:
-        if case.window_size or case.softcap or case.extras:
-            return "it has no window, softcap, bias or mask"
-        return _does_not_fit(case.num_scores * max(4, ITEMSIZE[case.dtype]), place.free_bytes())
+        return _formula_cannot(case, max(4, ITEMSIZE[case.dtype]), place)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         scale = case.softmax_scale or case.head_dim**-0.5
         return lambda: standard(inputs.q, inputs.k, inputs.v, scale, causal=case.causal)
 
 
-def _does_not_fit(num_bytes: int, free: int | None) -> str | None:
+def _formula_cannot(case: Case, score_bytes: int, place: Place) -> str | None:
+    if case.window_size or case.softcap or case.extras:
+        return "it has no window, softcap, bias or mask"
+    num_bytes, free = case.num_scores * score_bytes, place.free_bytes()
     if free is not None and num_bytes > free // 2:
         return f"its scores take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
     return None
@@ -109,7 +111,8 @@ def standard(q: Array, k: Array, v: Array, scale: float, *, causal: bool) -> Arr
 
 
 class StandardOnGpu(Peer):
-    """The same formula in CuPy, in the inputs' dtype with float32 sums: cuBLAS for the products, a few passes over all scores between."""
+    """The same formula in CuPy, in the inputs' dtype with float32 sums: cuBLAS for the products, a few passes over all scores between.
+    k and v are read where they are; the query heads of a group are made the rows of one matrix, by a copy of q."""
 
     name = "standard"
 
@@ -120,35 +123,43 @@ class StandardOnGpu(Peer):
         return f"CuPy {importlib.import_module('cupy').__version__}"
 
     def why_not(self, case: Case, place: Place) -> str | None:
-        if case.window_size or case.softcap or case.extras:
-            return "it has no window, softcap, bias or mask"
-        return _does_not_fit(case.num_scores * ITEMSIZE[case.dtype], place.free_bytes())
+        return _formula_cannot(case, ITEMSIZE[case.dtype], place)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         cp = importlib.import_module("cupy")
         q, k, v = (x if isinstance(x, cp.ndarray) else cp.from_dlpack(x) for x in inputs[:3])
         B, Sq, Hq, D = q.shape
         Sk, Hkv, Dv = k.shape[1], k.shape[2], v.shape[3]
-        scale, offset = case.softmax_scale or case.head_dim**-0.5, Sk - Sq
-        real, wide = ("double", "float64") if case.dtype == "float64" else ("float", "float32")
-        none = f"-({real})__int_as_float(0x7f800000)"  # -inf: the maximum of a row that sees no key, whose weights are zeros
-        hide = cp.ElementwiseKernel("int64 Sq, int64 Sk, int64 offset", "T s", f"if (i % Sk > i / Sk % Sq + offset) s = T({none})", "hide")
-        row_max = cp.ReductionKernel("T x", f"{wide} y", f"({real})x", "max(a, b)", "y = a", none, "row_max", reduce_type=real)
-        row_sum = cp.ReductionKernel("T x", f"{wide} y", f"({real})x", "a + b", "y = a", "0", "row_sum", reduce_type=real)
-        weight = f"s = T(isinf(m) ? ({real})0 : exp(scale * (({real})s - m)))"
-        weigh = cp.ElementwiseKernel(f"{wide} m, {wide} scale", "T s", weight, "weigh")
-        divide = cp.ElementwiseKernel(f"{wide} l", "T o", f"o = T(l == 0 ? ({real})0 : ({real})o / l)", "divide")
+        rows, scale = Hq // Hkv * Sq, case.softmax_scale or case.head_dim**-0.5
+        hide, row_max, row_sum, weigh, divide = _passes("float64" if case.dtype == "float64" else "float32")
 
         def call() -> Any:
-            scores = cp.matmul(q.transpose(0, 2, 1, 3).reshape(B, Hkv, -1, D), k.transpose(0, 2, 3, 1))
+            scores = cp.empty((B, Hkv, rows, Sk), q.dtype)
+            cublas.multiply(q.transpose(0, 2, 1, 3).reshape(B, Hkv, rows, D), k.transpose(0, 2, 3, 1), scores)
             if case.causal:
-                hide(Sq, Sk, offset, scores)
+                hide(Sq, Sk, Sk - Sq, scores)
             weigh(row_max(scores, axis=-1, keepdims=True), scale, scores)
-            out = cp.matmul(scores, v.transpose(0, 2, 1, 3))
+            out = cp.empty((B, Hkv, rows, Dv), q.dtype)
+            cublas.multiply(scores, v.transpose(0, 2, 1, 3), out)
             divide(row_sum(scores, axis=-1, keepdims=True), out)
             return out.reshape(B, Hq, Sq, Dv).transpose(0, 2, 1, 3)
 
         return call
+
+
+@functools.cache
+def _passes(wide: str) -> tuple[Any, ...]:
+    """What `standard` on a GPU does between and after its products, computed in the dtype `wide` whatever the scores' own."""
+    cp = importlib.import_module("cupy")
+    real = {"float64": "double", "float32": "float"}[wide]
+    none = f"-({real})__int_as_float(0x7f800000)"  # -inf: the maximum of a row that sees no key, whose weights are zeros
+    return (
+        cp.ElementwiseKernel("int64 Sq, int64 Sk, int64 offset", "T s", f"if (i % Sk > i / Sk % Sq + offset) s = T({none})", "hide"),
+        cp.ReductionKernel("T x", f"{wide} y", f"({real})x", "max(a, b)", "y = a", none, "row_max", reduce_type=real),
+        cp.ReductionKernel("T x", f"{wide} y", f"({real})x", "a + b", "y = a", "0", "row_sum", reduce_type=real),
+        cp.ElementwiseKernel(f"{wide} m, {wide} scale", "T s", f"s = T(isinf(m) ? ({real})0 : exp(scale * (({real})s - m)))", "weigh"),
+        cp.ElementwiseKernel(f"{wide} l", "T o", f"o = T(l == 0 ? ({real})0 : ({real})o / l)", "divide"),
+    )
 
 
 def _no_torch() -> str | None:

@@ -240,13 +240,13 @@ class Report:
             self.say(f"  {line}", "dim")
 
     def memory_lesson(self, found: Sequence[Comparison]) -> None:
-        """The table's point in a sentence: what the largest case held in tiles and as whole scores, and where that leads."""
-        largest = max(found, key=lambda comparison: comparison.case.num_scores)
-        held = {outcome.peer: outcome.peak_bytes for outcome in largest.outcomes if outcome.peak_bytes}
-        if {OURS, "standard"} <= held.keys():
-            seqlen = largest.case.seqlen_q
-            tiled, whole = si(held[OURS], "B"), si(held["standard"], "B")
-            grown = si(held["standard"] * ((1 << 18) / seqlen) ** 2, "B")
+        """The table's point in a sentence: what the largest case that both did held in tiles and as whole scores, and where that leads."""
+        held = [(one.case, {outcome.peer: outcome.peak_bytes or 0 for outcome in one.outcomes if outcome.timing}) for one in found]
+        if both := [(case, peaks) for case, peaks in held if {OURS, "standard"} <= peaks.keys()]:
+            case, peaks = max(both, key=lambda one: one[0].num_scores)
+            seqlen = case.seqlen_q
+            tiled, whole = si(peaks[OURS], "B"), si(peaks["standard"], "B")
+            grown = si(peaks["standard"] * ((1 << 18) / seqlen) ** 2, "B")
             self.say(f"\nWith {short(seqlen)} tokens the formula holds {whole}, the tiles {tiled}. With 256k it would hold {grown}.")
 
     def next_steps(self, *steps: tuple[str, str]) -> None:

@@ -6,13 +6,14 @@ import json
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from bench import check, cli, gpu, kernels, machine, nvml, peers, report, timing
+from bench import check, cli, cublas, gpu, kernels, machine, nvml, peers, report, timing
 from bench.cases import Case, available_dtypes, check_suite
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
@@ -329,6 +330,9 @@ class FakeCupy:
     def queue(self, ms: float) -> None:
         self.busy_until = max(self.busy_until, self.host) + ms
 
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.busy_until)
+
     def get_elapsed_time(self, first, last) -> float:
         return last.at - first.at
 
@@ -357,7 +361,7 @@ def place(monkeypatch):
         cupy = FakeCupy(gpu_ms, host_ms)
         place = object.__new__(gpu.Gpu)
         place.__dict__.update(_cupy=cupy, _stream=cupy, _spin=cupy.spin, _sensor=None, torch=None)
-        monkeypatch.setattr(place, "wait", lambda: None)
+        monkeypatch.setattr(place, "wait", cupy.synchronize)
         return place, cupy
 
     return make
@@ -372,7 +376,7 @@ def test_events_count_no_host_time(place, gpu_ms, host_ms):
         assert round_().ms == pytest.approx(gpu_ms)
     before = cupy.calls
     round_()
-    timed = cupy.calls - before - 1  # one more alone, for its host time
+    timed = cupy.calls - before
     assert timed * gpu_ms >= gpu.ROUND_MS or timed == gpu.MAX_CALLS
 
 
@@ -384,7 +388,33 @@ def test_a_round_takes_whole_turns_through_the_buffers(place):
     round_()
     ran.clear()
     round_()
-    assert ran == [6] + list(range(7)) * (gpu.MAX_CALLS // 7)  # one alone for its host time; it is the last to be needed again
+    assert ran == list(range(7)) * (gpu.MAX_CALLS // 7)
+
+
+@pytest.mark.parametrize(("gpu_ms", "burst"), [(0.005, 200), (0.3, 24), (5.0, 24), (20.0, 12), (1000.0, 4)])
+def test_host_time_is_that_of_calls_without_a_wait(place, monkeypatch, gpu_ms, burst):
+    """The calls after a wait are slow, and are left out; no call of the rest waits for the GPU."""
+    there, cupy = place(gpu_ms, 0.02)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: cupy.host / 1e3))
+    cold = [True]
+
+    def call():
+        cupy.call()
+        cupy.host += 0.5 if cold else 0
+        cold.clear()
+
+    count, ms = there._count([cupy.call])
+    before = cupy.calls
+    assert there._host_us([call], count, ms) == pytest.approx(20)
+    assert cupy.calls - before == burst
+
+
+def test_host_time_is_taken_once_a_peer(place, monkeypatch):
+    there, cupy = place(1.0, 0.02)
+    taken = iter([12.5])
+    monkeypatch.setattr(there, "_host_us", lambda calls, count, ms: next(taken))
+    round_ = there._events([cupy.call])
+    assert [round_().host_us for _ in range(3)] == [12.5] * 3
 
 
 def test_work_that_waits_for_the_gpu_is_timed_as_it_comes(place):
@@ -416,6 +446,111 @@ def test_the_formula_is_attention(heads, seqlen, dim, causal, dtype):
     inputs = case.inputs()
     verdict = check.judge(case, inputs, peers.Standard().bind(case, inputs)())
     assert verdict.ok, verdict
+
+
+class FakeCublas:
+    """BLAS as its manual has it, on NumPy arrays: a matrix is a pointer, column-major, with a leading dimension and a step to the next."""
+
+    def __init__(self, *arrays) -> None:
+        self.buffers = [array if array.base is None else array.base for array in arrays]
+        self.calls = 0
+
+    def cublasSetStream_v2(self, handle, stream) -> int:  # noqa: N802
+        return 0
+
+    def cublasSetWorkspace_v2(self, handle, workspace, num_bytes) -> int:  # noqa: N802
+        return 0
+
+    def matrix(self, pointer, rows: int, columns: int, leading: int):
+        """The flat memory, and where in it the matrix is."""
+        for buffer in self.buffers:
+            start, odd = divmod(pointer - buffer.ctypes.data, buffer.itemsize)
+            if 0 <= start < buffer.size:
+                assert odd == 0
+                assert leading >= max(1, rows)
+                return buffer.reshape(-1), start + np.arange(rows)[:, None] + leading * np.arange(columns)
+        raise AssertionError("no such address")
+
+    def cublasGemmStridedBatchedEx(  # noqa: N802
+        self,
+        handle,
+        op_a,
+        op_b,
+        m,
+        n,
+        k,
+        alpha,
+        a,
+        a_type,
+        lda,
+        a_step,
+        b,
+        b_type,
+        ldb,
+        b_step,
+        beta,
+        c,
+        c_type,
+        ldc,
+        c_step,
+        count,
+        compute,
+        algo,
+    ) -> int:
+        assert (alpha._obj.value, beta._obj.value) == (1, 0)
+        assert (a_type, b_type, c_type, compute) == (0, 0, 0, 68)
+        self.calls += 1
+        for i in range(count):
+            a_at, b_at, c_at = (x.value + i * step.value * 4 for x, step in ((a, a_step), (b, b_step), (c, c_step)))
+            flat_a, in_a = self.matrix(a_at, *((k, m) if op_a else (m, k)), lda)
+            flat_b, in_b = self.matrix(b_at, *((n, k) if op_b else (k, n)), ldb)
+            flat_c, in_c = self.matrix(c_at, m, n, ldc)
+            flat_c[in_c] = (flat_a[in_a].T if op_a else flat_a[in_a]) @ (flat_b[in_b].T if op_b else flat_b[in_b])
+        return 0
+
+
+@pytest.fixture
+def fake_cublas(monkeypatch):
+    """`cublas.multiply` on NumPy arrays; returns how many calls of BLAS it made."""
+
+    def multiply(*arrays) -> int:
+        library = FakeCublas(*arrays)
+        cuda = SimpleNamespace(Device=lambda: SimpleNamespace(id=0), get_current_stream=lambda: SimpleNamespace(ptr=7))
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(cublas, "_library", lambda device: (library, None, SimpleNamespace(ptr=0)))
+        names = ("shape", "strides", "itemsize", "dtype")
+        cublas.multiply(
+            *(SimpleNamespace(data=SimpleNamespace(ptr=x.ctypes.data), **{name: getattr(x, name) for name in names}) for x in arrays)
+        )
+        return library.calls
+
+    return multiply
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("seqlen", "dim"), [((7, 7), (8, 8)), ((5, 12), (8, 3)), ((1, 9), (4, 6)), ((9, 1), (4, 6)), ((1, 1), (1, 1)), ((6, 5), (1, 1))]
+)
+def test_blas_is_given_the_products_of_the_formula(fake_cublas, batch, heads, seqlen, dim):
+    """No copy of k and v: as (B, S, H, D) they lie, and k is transposed."""
+    (Sq, Sk), (Hq, Hkv), (D, Dv) = seqlen, heads, dim
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in Case(batch, *seqlen, *heads, *dim, "float32").shapes)
+    rows = np.ascontiguousarray(q.transpose(0, 2, 1, 3).reshape(batch, Hkv, -1, D))
+    scores, out = (np.full((batch, Hkv, Hq // Hkv * Sq, columns), np.nan, np.float32) for columns in (Sk, Dv))
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    assert fake_cublas(rows, keys, scores) == fake_cublas(scores, values, out) == min(batch, Hkv)
+    np.testing.assert_allclose(scores, rows @ keys, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, scores @ values, rtol=1e-5, atol=1e-5)
+
+
+def test_what_blas_cannot_read_is_an_error(fake_cublas):
+    a, b, out = (np.zeros((1, 1, 4, 4), np.float32) for _ in range(3))
+    with pytest.raises(ValueError, match="no dense axis"):
+        fake_cublas(np.zeros((1, 1, 4, 8), np.float32)[..., ::2], b, out)
+    with pytest.raises(ValueError, match="rows of the result"):
+        fake_cublas(a, b, out.swapaxes(2, 3))
 
 
 class FakeGpu(timing.Place):
@@ -684,10 +819,11 @@ def test_site_folders_are_read_with_their_pth_files(tmp_path, monkeypatch):
 
 def test_one_family_alone_and_the_table_as_before():
     sizes = {"head_dim": 64, "dtype": "bfloat16", "device": "sm_80"}
-    best = cupyflash.supports(**sizes).reason
+    best, table = cupyflash.supports(**sizes).reason, vars(kernels.plan)["FORWARD"]
     with kernels.only_family("fwd_simple"):
         assert cupyflash.supports(**sizes).reason.startswith("fwd_simple__bf16_d64__")
-        assert kernels.families() == ("fwd_simple",)
+        assert {row.family for row in vars(kernels.plan)["FORWARD"]} == {"fwd_simple"}
+    assert vars(kernels.plan)["FORWARD"] is table
     assert cupyflash.supports(**sizes).reason == best
     with pytest.raises(KeyError), kernels.only_family("fwd_simple"):
         raise KeyError
