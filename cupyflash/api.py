@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyflash import arrays, host, jit, launch, params, plan
+from cupyflash import arrays, host, jit, launch, params, plan, tensormap
 from cupyflash.arrays import HOST, ArrayView
 from cupyflash.device import HOST_SPEC, DeviceSpec, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
@@ -143,7 +143,8 @@ def attention(
         if like.device_id == HOST:
             _run_on_host(call, views, lse)
         else:
-            launch.run(call.plan, params.pointers(views, lse), call.numbers, call.device, like.device_id, arrays.current_stream(like))
+            stream_now = arrays.current_stream(like)
+            launch.run(call.plan, params.pointers(views, lse), call.numbers, call.maps, call.device, like.device_id, stream_now)
     returned = arrays.give_back(result, like) if target is None else out
     return returned if lse is None else AttentionResult(returned, arrays.give_back(lse, like))
 
@@ -163,6 +164,7 @@ class _Call(NamedTuple):
     out_order: tuple[int, ...] | None
     lse_shape: tuple[int, ...]
     numbers: bytes
+    maps: bytes
     layout: str
     host_vectors: tuple[int, ...]  # which operands are NumPy arrays beside GPU arrays
 
@@ -216,7 +218,8 @@ def _prepare_once(
     if like.device_id != HOST:
         problem, operands = pack_heads(problem, operands)
     schedule = plan.forward(problem, device)
-    return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), layout, host_vectors)
+    maps = b"".join(tensormap.encode(getattr(operands, name), rows) for step in schedule.steps for name, rows in step.boxes)
+    return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), maps, layout, host_vectors)
 
 
 @names_foreign_keywords

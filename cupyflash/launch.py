@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from cupyflash import jit
+from cupyflash import jit, tensormap
 from cupyflash.device import DeviceSpec
 from cupyflash.environment import load_cupy
 from cupyflash.errors import LaunchError, StateError
@@ -23,7 +23,11 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         buffer = (ctypes.c_char * FORWARD.size)()
         self.buffer = memoryview(buffer).cast("B")  # it holds `buffer`
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        maps = (ctypes.c_char * (4 * tensormap.MAP_BYTES))()
+        self.maps_address = -(-ctypes.addressof(maps) // tensormap.MAP_BYTES) * tensormap.MAP_BYTES
+        first = self.maps_address - ctypes.addressof(maps)
+        self.maps = memoryview(maps).cast("B")[first:]
+        self.pointers = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), self.maps_address)  # a kernel without maps has one parameter
         self.address = ctypes.addressof(self.pointers)
         self.ready: set[int] = set()
 
@@ -32,10 +36,11 @@ _scratch = _Scratch()
 _first_process: int | None = None
 
 
-def run(plan: Plan, pointers: Sequence[int], numbers: bytes, spec: DeviceSpec, device_id: int, stream: int) -> None:
+def run(plan: Plan, pointers: Sequence[int], numbers: bytes, maps: bytes, spec: DeviceSpec, device_id: int, stream: int) -> None:
     """Queue the plan's kernels on `stream` of the device; the caller's current device is left as it was.
 
-    `pointers` and `numbers` are the two parts of the parameter struct, as params.py makes them.
+    `pointers` and `numbers` are the two parts of the parameter struct, as params.py makes them; `maps` are the tensor maps of q, k and v
+    without their addresses, or nothing.
     """
     driver, runtime = _cuda()
     scratch = _scratch
@@ -46,7 +51,11 @@ def run(plan: Plan, pointers: Sequence[int], numbers: bytes, spec: DeviceSpec, d
         runtime.setDevice(device_id)  # also binds the context in a thread that has not touched CUDA yet
         scratch.ready.add(device_id)
     try:
-        for variant, (x, y, z), threads, smem_bytes, _, _ in plan.steps:
+        if maps:
+            scratch.maps[: len(maps)] = maps
+            for n in range(len(maps) // tensormap.MAP_BYTES):
+                tensormap.replace_address(scratch.maps_address + n * tensormap.MAP_BYTES, pointers[n])
+        for variant, (x, y, z), threads, smem_bytes, *_ in plan.steps:
             kernel = jit.load(variant, spec.arch, device_id, stream)
             buffer = scratch.buffer
             POINTERS.pack_into(buffer, 0, *pointers)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import AttentionProblem
-from cupyflash.variants import FORWARD, MAX_HEAD_DIM, PLAIN, FwdConfig, Row, SimpleConfig, Variant
+from cupyflash.variants import FORWARD, MAX_HEAD_DIM, PLAIN, FwdConfig, Row, SimpleConfig, Sm90Config, Variant
 
 
 class Step(NamedTuple):
@@ -20,6 +20,7 @@ class Step(NamedTuple):
     smem_bytes: int
     args: tuple[str, ...]
     why: str
+    boxes: tuple[tuple[str, int], ...] = ()  # the operands that are read by tensor maps, and how many rows at a time
 
 
 class Plan(NamedTuple):
@@ -43,13 +44,18 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     if 0 in (p.batch, p.num_heads_q, p.seqlen_q):
         return Plan(())  # a grid of 0 is an error to the driver
     variant, why = _choose(p, device)
-    return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, why),))
+    boxes: tuple[tuple[str, int], ...] = ()
+    if isinstance(variant.config, Sm90Config):
+        boxes = (("q", variant.config.block_m), ("k", variant.config.block_n), ("v", variant.config.block_n))
+    return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, why, boxes),))
 
 
 def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:
     too_big = ""
     for row in FORWARD:
         if p.dtype not in row.dtypes or max(p.head_dim, p.head_dim_v) > row.head_dim or device.capability < row.capability:
+            continue
+        if row.arch not in (None, device.arch) or (row.arch and not p.tensor_maps):
             continue
         variant = _variant(p, row)
         if not (row.options or PLAIN.issuperset(variant.flags)):
@@ -64,8 +70,8 @@ def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:
 
 
 def _variant(p: AttentionProblem, row: Row) -> Variant:
-    # mma.sync multiplies 16 wide, and a warp of fwd_simple holds 32 elements a register: tiles are padded, the true D stays a parameter.
-    step = 16 if isinstance(row.config, FwdConfig) else 32
+    # mma.sync and wgmma multiply 16 wide, and a warp of fwd_simple holds 32 elements a register: tiles are padded, the true D stays a parameter.
+    step = 32 if isinstance(row.config, SimpleConfig) else 16
     aligned = p.aligned16 and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0  # whole 16-byte loads, no row ends inside one
     flags = _flags(p) if aligned or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
     return Variant(row.family, p.dtype, _round_up(p.head_dim, step), _round_up(p.head_dim_v, step), flags, row.config)
@@ -109,7 +115,7 @@ def _buffers(p: AttentionProblem) -> dict[str, bool]:
 def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     """Blocks of a one-dimensional grid, which may be 2^31 - 1 long; y and z end at 65535, fewer than some batch x heads."""
     heads = p.batch * p.num_heads_q
-    if isinstance(variant.config, FwdConfig):
+    if isinstance(variant.config, FwdConfig | Sm90Config):
         return -(-p.seqlen_q // variant.config.block_m) * heads
     assert isinstance(variant.config, SimpleConfig)
     return -(-p.seqlen_q * heads // variant.config.warps)

@@ -68,6 +68,7 @@ class AttentionProblem(NamedTuple):
     seqused_k: bool = False
     write_lse: bool = False
     aligned16: bool = True  # every row of q, k, v and out starts at a multiple of 16 bytes
+    tensor_maps: bool = True  # tensor maps (TMA) can describe q, k and v
 
     @property
     def lse_dtype(self) -> str:
@@ -144,6 +145,7 @@ def dense(
         seqused_q=arrays.seqused_q is not None,
         seqused_k=arrays.seqused_k is not None,
         write_lse=return_lse,
+        tensor_maps=_aligned16(q, k, v) and all(_mappable(view) for view in (q, k, v)),
         aligned16=_aligned16(q, k, v) and (_aligned16(out) if out is not None else head_dim_v * ITEMSIZE[out_dtype or q.dtype] % 16 == 0),
     )
     scores = (batch, num_heads_q, seqlen_q, seqlen_k)
@@ -318,3 +320,8 @@ def _aligned16(*views: Shaped) -> bool:
         and all(s * ITEMSIZE[view.dtype] % 16 == 0 or n == 1 for n, s in zip(view.shape[:-1], view.strides, strict=False))
         for view in views
     )
+
+
+def _mappable(view: Shaped) -> bool:
+    """What cuTensorMapEncodeTiled asks beyond alignment: no axis of size 0, strides from 0 to 2^40 bytes."""
+    return all(n > 0 and (n == 1 or 0 <= s * ITEMSIZE[view.dtype] < 1 << 40) for n, s in zip(view.shape, view.strides, strict=True))

@@ -34,6 +34,25 @@ class FwdConfig(NamedTuple):
         return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}"
 
 
+class Sm90Config(NamedTuple):
+    """The Hopper forward: a warpgroup that copies, and one for each 64 of block_m query rows that walks block_n keys at a time."""
+
+    block_m: int
+    block_n: int
+    stages: int
+
+    @property
+    def warps(self) -> int:
+        return 4 * (1 + self.block_m // 64)
+
+    @property
+    def tile(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+
+
+Config = SimpleConfig | FwdConfig | Sm90Config
+
+
 class Variant(NamedTuple):
     """head_dim and head_dim_v are the widths of the tiles: the true ones, rounded up to what the family computes in."""
 
@@ -42,7 +61,7 @@ class Variant(NamedTuple):
     head_dim: int
     head_dim_v: int
     flags: tuple[str, ...] = ()  # sorted
-    config: SimpleConfig | FwdConfig | None = None  # the host path has none
+    config: Config | None = None  # the host path has none
 
     @property
     def name(self) -> str:
@@ -63,6 +82,9 @@ class Variant(NamedTuple):
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a block: the tile of Q, and `stages` tiles of K and of V."""
         c = self.config
+        if isinstance(c, Sm90Config):  # panels of 64 columns; then the barriers, and up to the next kilobyte
+            keys = c.stages * c.block_n * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
+            return -(-(c.block_m * _panel_bytes(self.head_dim) + keys + 8 * (1 + 4 * c.stages)) // 1024) * 1024
         if not isinstance(c, FwdConfig):
             return 0
         keys = c.stages * c.block_n * (_pitch_bytes(self.head_dim) + _pitch_bytes(self.head_dim_v))
@@ -72,6 +94,11 @@ class Variant(NamedTuple):
 def _pitch_bytes(width: int) -> int:
     """A row of a tile of 16-bit elements: swizzled where it is a multiple of 128 bytes, else padded by 16 (tile.cuh)."""
     return 2 * width + (0 if width % 64 == 0 else 16)
+
+
+def _panel_bytes(width: int) -> int:
+    """A row of a tile of 16-bit elements as tensor maps with 128-byte swizzle write it (wgmma.cuh)."""
+    return -(-width // 64) * 128
 
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
@@ -90,8 +117,9 @@ class Row(NamedTuple):
     head_dim: int
     capability: int
     options: bool
-    config: SimpleConfig | FwdConfig
+    config: Config
     why: str
+    arch: str | None = None  # the only one that has its instructions
 
 
 _HALF = ("float16", "bfloat16")
@@ -102,9 +130,20 @@ def _sm80(head_dim: int, options: bool, block_m: int, block_n: int, warps: int, 
     return Row("fwd_sm80", _HALF, head_dim, 80, options, FwdConfig(block_m, block_n, 2, warps), why)
 
 
+def _sm90(head_dim: int, options: bool, block_m: int, block_n: int, why: str) -> Row:
+    return Row("fwd_sm90", _HALF, head_dim, 90, options, Sm90Config(block_m, block_n, 2), why, "90a")
+
+
 # TFLOP/s are of an H200 (2026-11-29, bf16, one batch, S = 16384, heads x D = 2048, not causal), all rows of a width and torch's FA2 in one
 # process. Spills are in the prologue and in what is read once a key block.
 FORWARD = (
+    _sm90(64, False, 192, 112, "543, against 513 for 192x128 with a row maximum in the loop; cuDNN 447"),
+    _sm90(96, False, 128, 128, "not measured"),
+    _sm90(128, False, 128, 128, "692 and 673 causal, where 192x80 has 726 and 640; cuDNN 588 and 510"),
+    _sm90(192, False, 128, 112, "not measured"),
+    _sm90(256, False, 128, 80, "722; cuDNN 614"),
+    _sm90(128, True, 128, 128, "the same: all options together leave it without spills"),
+    _sm90(256, True, 128, 64, "what all options together leave without spills"),
     _sm80(32, False, 128, 64, 4, "242, against 237 for 128x128; FA2 222"),
     _sm80(64, False, 128, 128, 4, "342, and 349 causal where 128x96 has 334, in spite of 20 to 44 bytes of spills; FA2 308"),
     _sm80(96, False, 128, 48, 4, "343, against 314 for 128x64 and 313 for 128x96; FA2 338"),

@@ -62,4 +62,67 @@ __device__ inline float ex2(float x) {
   return y;
 }
 
+// --- sm_90a: barriers in shared memory, the tensor memory accelerator, warpgroup products ------------------------------------------------
+
+// A barrier completes a phase when `count` threads have arrived and the bytes announced have come; waiters name the phase's parity.
+__device__ inline void mbarrier_init(unsigned barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// Scope: thread. Makes initialised barriers visible to the accelerator; a block barrier must follow.
+__device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void mbarrier_arrive_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
+  unsigned done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+  }
+}
+
+// Scope: one thread. Copies a box of a 4-D tensor map to shared memory; elements outside of the tensor become zeros and count as bytes.
+__device__ inline void tma_load(unsigned smem, const void* map, unsigned barrier, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+__device__ inline void tma_prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Scope: thread. Orders its writes to shared memory before reads by the accelerator and by warpgroup products; a barrier must follow.
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Scope: warpgroup. Before a batch of products whose registers other instructions have touched; closing a batch; waiting for all but the
+// youngest kPending batches, after which their registers may be touched.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Scope: warpgroup. Registers a thread, from the block's pool or back to it.
+template <int kCount>
+__device__ inline void registers_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void registers_give() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// Scope: `threads` threads that name the same barrier, 1 to 15 (0 is __syncthreads).
+__device__ inline void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 }  // namespace cupyflash

@@ -23,7 +23,7 @@ BENCH = ROOT / "bench"
 ALLOWED = {
     "__init__": {"api", "environment", "reference"},
     # device, params: what a cached call holds; jit, variants: what `warmup` compiles
-    "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants"},
+    "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
     "arrays": set(),
     "device": {"environment"},  # how to get CuPy and NVRTC
     "environment": set(),

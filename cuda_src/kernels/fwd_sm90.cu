@@ -1,0 +1,266 @@
+// fwd_sm90.cu: attention forward by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm80.cu.
+//
+// Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
+// Work       One block computes kBlockM rows of one head, the last row blocks of a head first: under a causal mask they are the longest.
+// Walk       From the last visible key block down to the first.
+// Threads    Warpgroup 0 copies: one thread queues all loads. The others have 64 rows of S and O each, in registers.
+// Smem       sQ, then kStages tiles of K and of V, each with a barrier that says "full" and one that says "empty".
+// Way out    As fwd_sm80: a row that left the range is computed again by attend_row.
+#include "../primitives/softmax.cuh"
+#include "../primitives/wgmma.cuh"
+
+namespace cupyflash {
+
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+struct TensorMaps {
+  TensorMap q, k, v;  // 4-D: column, row, head, batch
+};
+
+template <class C>
+struct Smem {
+  using TileQ = Panels<C::kBlockM, C::kHeadDim>;
+  using TileK = Panels<C::kBlockN, C::kHeadDim>;
+  using TileV = Panels<C::kBlockN, C::kHeadDimV>;
+  alignas(1024) char q[TileQ::kBytes];
+  alignas(1024) char k[C::kStages][TileK::kBytes];
+  alignas(1024) char v[C::kStages][TileV::kBytes];
+  alignas(8) unsigned long long q_full, k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+};
+
+// A ring of kStages buffers: where the next one is, and the parity of its phase.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Scope: one thread. Queues the copy of a tile, panel by panel.
+template <class T, int kRows>
+__device__ inline void load_panels(const char* tile, const TensorMap& map, unsigned barrier, int row, int head, int batch) {
+  mbarrier_arrive_expect(barrier, T::kBytes);
+#pragma unroll
+  for (int n = 0; n < T::kCount; ++n) {
+    tma_load(smem_address(tile + n * T::kPanelBytes), &map, barrier, 64 * n, row, head, batch);
+  }
+}
+
+template <class C>
+__device__ inline void produce(const TensorMaps& maps, const Work<C>& w, int head_kv, Smem<C>& smem) {
+  using S = Smem<C>;
+  Ring<C::kStages> k, v;
+  auto load_k = [&](int j) {
+    mbarrier_wait(smem_address(&smem.k_empty[k.stage]), k.parity ^ 1);
+    load_panels<typename S::TileK, C::kBlockN>(smem.k[k.stage], maps.k, smem_address(&smem.k_full[k.stage]), j * C::kBlockN, head_kv, w.b);
+    k.next();
+  };
+  auto load_v = [&](int j) {
+    mbarrier_wait(smem_address(&smem.v_empty[v.stage]), v.parity ^ 1);
+    load_panels<typename S::TileV, C::kBlockN>(smem.v[v.stage], maps.v, smem_address(&smem.v_full[v.stage]), j * C::kBlockN, head_kv, w.b);
+    v.next();
+  };
+  load_panels<typename S::TileQ, C::kBlockM>(smem.q, maps.q, smem_address(&smem.q_full), w.row, w.h, w.b);
+  load_k(w.key_last - 1);
+  for (int j = w.key_last - 2; j >= w.key_first; --j) {
+    load_k(j);
+    load_v(j + 1);
+  }
+  load_v(w.key_first);
+}
+
+// A block that every row sees whole, for rows that have a reference: S becomes P without a row maximum on the way. A row whose weights of
+// this block sum to more than kLargestSum outgrew its reference: then that moves by a power of two, and P, the sum and (by `grow`) O are
+// scaled. A weight that overflowed stays infinite, and its row is computed again at the end.
+constexpr float kLargestSum = 1024.0f;
+
+// Where nothing but the scale joins a score, and every key of a full block is visible.
+template <class C>
+constexpr bool kWithoutMaximum = kFused<C> && !C::kMask;
+
+template <class C, class Grow>
+__device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kBlockN / 8][4], RowState<1>& state, Grow grow) {
+  const float scale_log2 = fabsf(p.softmax_scale_log2);
+  float sum[2] = {0, 0};
+#pragma unroll
+  for (int n = 0; n < C::kBlockN / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      rS[0][n][e] = ex2(fmaf(rS[0][n][e], scale_log2, -state.reference[0][e / 2]));
+      sum[e / 2] += rS[0][n][e];
+    }
+  }
+  if (__any_sync(kWarp, !(fmaxf(sum[0], sum[1]) < kLargestSum))) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = sum[r];
+      top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2));
+      const float shift = top > 1.0f && top < infinity(0.0f) ? ceilf(log2f(top)) : 0.0f;
+      const float rescale = ex2(-shift);
+      state.reference[0][r] += shift;
+      state.rescale[0][r] = rescale;
+      state.sum[0][r] *= rescale;
+      sum[r] *= rescale;
+#pragma unroll
+      for (int n = 0; n < C::kBlockN / 8; ++n) {
+        rS[0][n][2 * r] *= rescale;
+        rS[0][n][2 * r + 1] *= rescale;
+      }
+    }
+    grow();
+  }
+  state.sum[0][0] += sum[0];
+  state.sum[0][1] += sum[1];
+}
+
+template <class C>
+__device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>& smem) {
+  using Element = typename C::Element;
+  const int warpgroup = threadIdx.x / 128 - 1;
+  const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
+  const bool leads = threadIdx.x % 32 == 0;
+
+  float rO[1][C::kHeadDimV / 8][4];
+  float rS[1][C::kBlockN / 8][4];
+  unsigned rP[C::kBlockN / 16][4];
+  RowState<1> state;
+  float sink_log2 = -infinity(0.0f);
+  if constexpr (C::kSink) {  // one more key, of value zero: the state after having seen it alone
+    sink_log2 = widen(static_cast<const typename C::Sink*>(p.sink)[w.h * p.sink_stride]) * static_cast<float>(kLog2E);
+  }
+  for (int r = 0; r < 2; ++r) {
+    state.reference[0][r] = sink_log2;
+    state.sum[0][r] = C::kSink && threadIdx.x % 4 == 0 && sink_log2 > -infinity(0.0f) ? 1.0f : 0.0f;  // one lane of the row's four
+    state.rescale[0][r] = 1.0f;
+  }
+  auto pack_p = [&] {
+#pragma unroll
+    for (int n = 0; n < C::kBlockN / 16; ++n) {
+      rP[n][0] = pack(rS[0][2 * n][0], rS[0][2 * n][1], Element{});
+      rP[n][1] = pack(rS[0][2 * n][2], rS[0][2 * n][3], Element{});
+      rP[n][2] = pack(rS[0][2 * n + 1][0], rS[0][2 * n + 1][1], Element{});
+      rP[n][3] = pack(rS[0][2 * n + 1][2], rS[0][2 * n + 1][3], Element{});
+    }
+  };
+  const unsigned q = smem_address(smem.q) + warpgroup * 64 * 128;
+  Ring<C::kStages> k, v;
+
+  mbarrier_wait(smem_address(&smem.q_full), 0);
+  if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
+    for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
+      const int panel = word / (64 * 32), inside = word % (64 * 32);
+      reinterpret_cast<unsigned*>(smem.q + panel * Smem<C>::TileQ::kPanelBytes + warpgroup * 64 * 128)[inside] ^= 0x80008000u;
+    }
+    fence_async_proxy();
+    named_barrier_sync(1 + warpgroup, 128);
+  }
+
+  int j = w.key_last - 1;
+  mbarrier_wait(smem_address(&smem.k_full[k.stage]), k.parity);
+  wgmma_fence();
+  issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage]));
+  wgmma_commit();
+  wgmma_wait<0>();
+  if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage]));
+  k.next();
+  softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
+  pack_p();
+  if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
+    const int valid = w.s.used_k - j * C::kBlockN;
+    if (valid < C::kBlockN) {
+      mbarrier_wait(smem_address(&smem.v_full[0]), 0);
+      const int words = (C::kBlockN - valid) * 32;
+      for (int n = threadIdx.x - 128; n < words * Smem<C>::TileV::kCount; n += 2 * C::kBlockM) {
+        reinterpret_cast<unsigned*>(smem.v[0] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
+      }
+      fence_async_proxy();
+      named_barrier_sync(8, 2 * C::kBlockM);
+    }
+  }
+  // Whether all rows of the warp have a reference.
+  auto have_reference = [&] { return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f)); };
+  bool started = have_reference();
+  int accumulate = 0;
+  for (--j; j >= w.key_first; --j) {
+    mbarrier_wait(smem_address(&smem.k_full[k.stage]), k.parity);
+    wgmma_fence();
+    issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage]));
+    wgmma_commit();
+    mbarrier_wait(smem_address(&smem.v_full[v.stage]), v.parity);
+    wgmma_fence();
+    issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage]), accumulate);
+    wgmma_commit();
+    accumulate = 1;
+    wgmma_wait<1>();
+    if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage]));
+    k.next();
+    bool grew = false;
+    const bool full = w.is_full(p, j);
+    if (kWithoutMaximum<C> && full && started) {
+      softmax_full<C>(p, rS, state, [&] { grew = true; });
+    } else if (!kWithoutMaximum<C> && full) {
+      softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+    } else {
+      softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+      started = have_reference();
+    }
+    wgmma_wait<0>();
+    if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage]));
+    v.next();
+    if (grew) rescale_output<C, 1>(rO, state);
+    pack_p();
+  }
+  mbarrier_wait(smem_address(&smem.v_full[v.stage]), v.parity);
+  wgmma_fence();
+  issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage]), accumulate);
+  wgmma_commit();
+  wgmma_wait<0>();
+
+  unsigned again = finish<C, 1>(p, w, rO, state, warp_row);
+  __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
+  for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
+}
+
+template <class C>
+__device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
+  constexpr int kConsumers = C::kBlockM / 64;
+  const Work<C> w(p);
+  if (threadIdx.x == 0) {
+    mbarrier_init(smem_address(&smem.q_full), 1);
+    for (int n = 0; n < C::kStages; ++n) {
+      mbarrier_init(smem_address(&smem.k_full[n]), 1);
+      mbarrier_init(smem_address(&smem.v_full[n]), 1);
+      mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers);
+      mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_give<kConsumers == 3 ? 32 : 24>();
+    if (threadIdx.x == 0 && w.key_first < w.key_last) produce<C>(maps, w, w.h / (p.num_heads_q / p.num_heads_kv), smem);
+  } else {
+    registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
+    if (w.key_first < w.key_last) {
+      consume<C>(p, w, smem);
+    } else {  // rows that see no key
+      const int first = w.row + (threadIdx.x / 32 - 4) * 16;
+      for (int i = first; i < min(first + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
+    }
+  }
+}
+
+}  // namespace cupyflash
+
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 1)
+    fwd_sm90(const __grid_constant__ cupyflash::ForwardParams p, const __grid_constant__ cupyflash::TensorMaps maps) {
+  extern __shared__ __align__(1024) char dynamic_smem[];
+  cupyflash::forward<Config>(p, maps, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));
+}
