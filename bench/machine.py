@@ -48,7 +48,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory_bytes": total_memory(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 

@@ -56,7 +56,7 @@ def test_ci_runs_the_commands_as_written():
 def test_two_commands_try_and_test():
     """From a fresh clone: one to see it work, one to run the tests."""
     try_it, test_it = SETUPS
-    assert try_it == "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/cupyflash-bench"
+    assert try_it == "python3 -m venv .venv && .venv/bin/pip install '.[cuda13]' && .venv/bin/cupyflash-bench"
     assert test_it == "python3 -m venv .venv && .venv/bin/pip install -e '.[test,cuda13]' && .venv/bin/python -m pytest"
 
 
