@@ -191,7 +191,7 @@ def _prepare_once(
 ) -> _Call:
     """Check and plan a call; cached, since a model makes the same calls over and over. Views here have no owner, and no address but its
     alignment."""
-    given = {name: ArrayView(*kind, None) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
+    given = {name: ArrayView(kind[0], *kind[1], None) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
     arrays.check_together(given)
     like = given["q"]
     host_vectors = tuple(n for n, name in enumerate(_NAMES) if name in given and given[name].device_id != like.device_id)

@@ -48,7 +48,8 @@ def cases(row: Row) -> Iterator[Case]:
             for chosen in ((), flags):
                 variant = Variant(row.family, dtype, row.head_dim, row.head_dim, chosen, row.config)
                 half = dtype in ("float16", "bfloat16")
-                if device.capability >= row.capability and variant.smem_bytes <= device.smem_bytes and (half or arch == "90a"):
+                runs = device.capability >= row.capability and row.arch in (None, arch)
+                if runs and variant.smem_bytes <= device.smem_bytes and (half or arch == "90a"):
                     yield Case(variant, arch)
 
 

@@ -32,7 +32,8 @@ def test_every_supported_problem_has_a_row_that_fits_the_device(arch: str, dtype
     for d, dv in itertools.product((1, 8, 33, 64, 96, 128, 192, 256), repeat=2):
         (step,) = plan.forward(problem(dtype=dtype, head_dim=d, head_dim_v=dv), device).steps
         v = step.variant
-        assert v.family == ("fwd_sm80" if dtype in ("float16", "bfloat16") else "fwd_simple")
+        tensor_cores = "fwd_sm90" if arch == "90a" else "fwd_sm80"
+        assert v.family == (tensor_cores if dtype in ("float16", "bfloat16") else "fwd_simple")
         assert v.head_dim >= d
         assert v.head_dim_v >= dv
         assert v.smem_bytes <= device.smem_bytes
@@ -58,21 +59,33 @@ def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
 
     assert tile(64, "80") == "fwd_sm80__bf16_d64__m128n128s2w4"
     assert tile(40, "80") == "fwd_sm80__bf16_d48__m128n128s2w4"
-    assert tile(256, "90a") == "fwd_sm80__bf16_d256__m128n64s2w8"
+    assert tile(256, "100") == "fwd_sm80__bf16_d256__m128n64s2w8"
+    assert tile(256, "90a") == "fwd_sm90__bf16_d256__m128n80s2"
     assert tile(256, "86") == "fwd_sm80__bf16_d256__m64n32s2w4"
 
 
 @pytest.mark.parametrize("dims", [{"head_dim": 44}, {"head_dim_v": 44}])
 def test_a_row_that_ends_inside_16_bytes_is_loaded_element_by_element(dims: dict[str, int]) -> None:
-    variant = plan.forward(problem(**{"head_dim": 48, "head_dim_v": 48, **dims}), KNOWN["90a"]).steps[0].variant
+    variant = plan.forward(problem(**{"head_dim": 48, "head_dim_v": 48, **dims}), KNOWN["80"]).steps[0].variant
     assert variant.flags == ("unaligned",)
 
 
 def test_options_take_the_rows_that_leave_room_for_them() -> None:
     for options in ({"softcap": 2.0}, {"window_left": 3}, {"mask": True}, {"aligned16": False}):
-        config = plan.forward(problem(**options), KNOWN["90a"]).steps[0].variant.config
+        config = plan.forward(problem(**options), KNOWN["80"]).steps[0].variant.config
         assert config == FwdConfig(64, 64, 2, 4)
-    assert plan.forward(problem(window_right=0, write_lse=True), KNOWN["90a"]).steps[0].variant.config == FwdConfig(128, 64, 2, 4)
+    assert plan.forward(problem(window_right=0, write_lse=True), KNOWN["80"]).steps[0].variant.config == FwdConfig(128, 64, 2, 4)
+
+
+def test_what_tensor_maps_cannot_describe_runs_without_them() -> None:
+    def family(**fields: Any) -> str:
+        return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.family
+
+    assert family() == "fwd_sm90"
+    assert family(tensor_maps=False) == family(tensor_maps=False, aligned16=False) == "fwd_sm80"
+    (step,) = plan.forward(problem(head_dim=64, head_dim_v=64), KNOWN["90a"]).steps
+    assert step.boxes == (("q", 192), ("k", 112), ("v", 112))
+    assert plan.forward(problem(), KNOWN["80"]).steps[0].boxes == ()
 
 
 def test_names_hold_the_flags_that_change_the_code() -> None:
@@ -132,7 +145,7 @@ def test_supports_answers_with_the_reason_of_the_error() -> None:
     assert not answer
     assert answer.reason == "k has 4 heads and q has 6: num_heads_q must be a multiple of num_heads_kv"
     assert not cupyflash.supports(head_dim=64, dtype="int8")
-    assert cupyflash.supports(head_dim=64, device="sm_90a").reason.startswith("fwd_sm80__f16_d64__")
+    assert cupyflash.supports(head_dim=64, device="sm_90a").reason.startswith("fwd_sm90__f16_d64__")
     assert cupyflash.supports(head_dim=64, dtype="float32", device="sm_86").reason.startswith("fwd_simple__f32_d64__")
     assert "'host' or one of 'sm_80'" in cupyflash.supports(head_dim=64, device="tpu").reason
     with pytest.raises(TypeError, match=r"supports\(\) has no argument 'is_causal'"):
