@@ -58,7 +58,7 @@ def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:
         if row.arch not in (None, device.arch) or (row.arch and not p.tensor_maps):
             continue
         variant = _variant(p, row)
-        if not (row.options or PLAIN.issuperset(variant.flags)):
+        if not (row.options or PLAIN.issuperset(variant.flags)) or row.causal not in (None, "causal" in variant.flags):
             continue
         if variant.smem_bytes <= device.smem_bytes:
             return variant, row.why

@@ -96,7 +96,8 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
     }
   }
 
-  unsigned again = finish<C, kTiles>(p, w, rO, state, warp_row);
+  auto store = [&](int row, int column, float low, float high) { store_pair<C>(p, w, w.row + warp_row + row, column, low, high); };
+  unsigned again = finish<C, kTiles>(p, w, rO, state, warp_row, store);
   __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
   for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
 }

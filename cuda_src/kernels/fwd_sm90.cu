@@ -27,7 +27,20 @@ struct Smem {
   alignas(1024) char k[C::kStages][TileK::kBytes];
   alignas(1024) char v[C::kStages][TileV::kBytes];
   alignas(8) unsigned long long q_full, k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+
+  // Where 16 bytes of O lie in sQ, with its swizzle.
+  __device__ static char* staged(Smem& smem, int row, int chunk) {
+    return smem.q + chunk / 8 * TileQ::kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+  }
 };
+
+struct alignas(16) Chunk {
+  unsigned words[4];
+};
+
+// Whether the rows of O fit those of Q.
+template <class C>
+constexpr bool kStaged = sizeof(typename C::Out) == 2 && !C::kUnaligned && (C::kHeadDimV + 63) / 64 <= (C::kHeadDim + 63) / 64;
 
 // A ring of kStages buffers: where the next one is, and the parity of its phase.
 template <int kStages>
@@ -223,7 +236,28 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
   wgmma_commit();
   wgmma_wait<0>();
 
-  unsigned again = finish<C, 1>(p, w, rO, state, warp_row);
+  unsigned again;
+  if constexpr (kStaged<C>) {                // through the warp's own rows of sQ, so that each row leaves as whole lines
+    named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
+    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
+      *reinterpret_cast<unsigned*>(Smem<C>::staged(smem, warp_row + row, column / 8) + column % 8 * 2) = pack(low, high, typename C::Out{});
+    });
+    __syncwarp();
+    constexpr int kChunks = C::kHeadDimV / 8;
+    char* gO = static_cast<char*>(p.out) + 2 * (w.b * p.out_stride_batch + w.h * p.out_stride_head);
+#pragma unroll
+    for (int n = threadIdx.x % 32; n < 16 * kChunks; n += 32) {
+      const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
+      if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
+        *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
+            *reinterpret_cast<const Chunk*>(Smem<C>::staged(smem, warp_row + row, chunk));
+      }
+    }
+  } else {
+    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
+      store_pair<C>(p, w, w.row + warp_row + row, column, low, high);
+    });
+  }
   __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
   for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
 }

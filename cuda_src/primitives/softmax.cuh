@@ -138,13 +138,29 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
   }
 }
 
-// Divides by the row sums and writes O and LSE; returns which rows of the warp attend_row must compute again, bit 16 m + 8 r + l / 4.
-template <class C, int kTiles>
-__device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, const float (&rO)[kTiles][C::kHeadDimV / 8][4],
-                                  const RowState<kTiles>& state, int warp_row) {
+// Writes two neighbouring elements of a row of O, where they exist.
+template <class C>
+__device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int i, int column, float low, float high) {
   using Out = typename C::Out;
+  if (i >= p.seqlen_q) return;
+  Out* target = static_cast<Out*>(p.out) + w.b * p.out_stride_batch + w.h * p.out_stride_head + i * p.out_stride_seq + column;
+  Out pair[2];
+  narrow(low, pair[0]);
+  narrow(high, pair[1]);
+  if (!C::kUnaligned && column + 1 < p.head_dim_v) {
+    *reinterpret_cast<PairOf<sizeof(Out)>*>(target) = *reinterpret_cast<PairOf<sizeof(Out)>*>(pair);
+  } else {
+    if (column < p.head_dim_v) target[0] = pair[0];
+    if (column + 1 < p.head_dim_v) target[1] = pair[1];
+  }
+}
+
+// Divides by the row sums, gives O to `store` (row of the warp, column, two elements) and writes LSE; returns which rows of the warp
+// attend_row must compute again, bit 16 m + 8 r + l / 4.
+template <class C, int kTiles, class Store>
+__device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, const float (&rO)[kTiles][C::kHeadDimV / 8][4],
+                                  const RowState<kTiles>& state, int warp_row, Store store) {
   const int lane = threadIdx.x % 32;
-  Out* gO = static_cast<Out*>(p.out) + w.b * p.out_stride_batch + w.h * p.out_stride_head;
   unsigned again = 0;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
@@ -164,18 +180,7 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, cons
         const int column = 8 * n + 2 * (lane % 4);
         const float low = rO[m][n][2 * r], high = rO[m][n][2 * r + 1];
         total += low * 0.0f + high * 0.0f;
-        if (i < p.seqlen_q) {
-          Out* target = gO + i * p.out_stride_seq + column;
-          Out pair[2];
-          narrow(live ? low * scale : 0.0f, pair[0]);
-          narrow(live ? high * scale : 0.0f, pair[1]);
-          if (!C::kUnaligned && column + 1 < p.head_dim_v) {
-            *reinterpret_cast<PairOf<sizeof(Out)>*>(target) = *reinterpret_cast<PairOf<sizeof(Out)>*>(pair);
-          } else {
-            if (column < p.head_dim_v) target[0] = pair[0];
-            if (column + 1 < p.head_dim_v) target[1] = pair[1];
-          }
-        }
+        store(16 * m + 8 * r + lane / 4, column, live ? low * scale : 0.0f, live ? high * scale : 0.0f);
       }
       if constexpr (C::kWriteLse) {
         const float lse = live ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);

@@ -45,7 +45,7 @@ def cases(row: Row) -> Iterator[Case]:
     flags = tuple(sorted(PLAIN)) if not row.options else (*ALL, "unaligned") if isinstance(row.config, FwdConfig) else ALL
     for arch, device in KNOWN.items():
         for dtype in row.dtypes:
-            for chosen in ((), flags):
+            for chosen in ((), flags) if row.causal is None else ((("causal",), flags) if row.causal else ((), ("lse",))):
                 variant = Variant(row.family, dtype, row.head_dim, row.head_dim, chosen, row.config)
                 half = dtype in ("float16", "bfloat16")
                 runs = device.capability >= row.capability and row.arch in (None, arch)
