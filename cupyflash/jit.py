@@ -90,9 +90,11 @@ def _config(variant: Variant) -> str:
     assert config is not None
     if isinstance(config, FwdConfig | Sm90Config):
         numbers |= {"kBlockM": config.block_m, "kBlockN": config.block_n, "kStages": config.stages}
+    if isinstance(config, Sm90Config):
+        numbers |= {"kStagesQ": config.stages_q, "kPingPong": config.ping_pong}
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
-    lines += [f"  static constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]
     lines += [f"  static constexpr bool {name} = {'true' if flag in flags else 'false'};" for flag, name in _FLAGS.items()]
     products = _wgmma(variant) if isinstance(config, Sm90Config) else ()
     return "\n".join((*products, f"struct Config {{  // {variant.name}", *lines, "};"))

@@ -39,7 +39,9 @@ class Sm90Config(NamedTuple):
 
     block_m: int
     block_n: int
-    stages: int
+    stages: int  # tiles of K and of V
+    stages_q: int = 1
+    ping_pong: bool = False  # warpgroups take turns at the tensor cores
 
     @property
     def warps(self) -> int:
@@ -47,7 +49,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}" + "p" * self.ping_pong
 
 
 Config = SimpleConfig | FwdConfig | Sm90Config
@@ -84,7 +86,8 @@ class Variant(NamedTuple):
         c = self.config
         if isinstance(c, Sm90Config):  # panels of 64 columns; then the barriers, and up to the next kilobyte
             keys = c.stages * c.block_n * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
-            return -(-(c.block_m * _panel_bytes(self.head_dim) + keys + 8 * (1 + 4 * c.stages)) // 1024) * 1024
+            queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
+            return -(-(queries + keys + 8 * (2 * c.stages_q + 4 * c.stages)) // 1024) * 1024
         if not isinstance(c, FwdConfig):
             return 0
         keys = c.stages * c.block_n * (_pitch_bytes(self.head_dim) + _pitch_bytes(self.head_dim_v))

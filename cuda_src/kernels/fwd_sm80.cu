@@ -35,7 +35,8 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
   constexpr int kTiles = C::kBlockM / C::kWarps / 16;
   static_assert(kTiles * 16 * C::kWarps == C::kBlockM && kTiles <= 2, "a warp owns 16 or 32 rows");
   static_assert(C::kStages == 2, "one block of keys is multiplied while the next one arrives");
-  const Work<C> w(p);
+  const int row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
+  const Work<C> w(p, blockIdx.x / row_blocks, row_blocks - 1 - blockIdx.x % row_blocks);
   const int warp_row = threadIdx.x / 32 * 16 * kTiles;
   const int group = p.num_heads_q / p.num_heads_kv;
 
@@ -89,7 +90,7 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
     multiply_pv<Element, typename S::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rO, rS, smem.v[j % 2]);
   };
   for (int j = w.key_last - 1; j >= w.key_first; --j) {
-    if (w.is_full(p, j)) {
+    if (w.is_full(j)) {
       step(Constant<false>{}, j);
     } else {
       step(Constant<true>{}, j);

@@ -1,7 +1,9 @@
 // fwd_sm90.cu: attention forward by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm80.cu.
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
-// Work       One block computes kBlockM rows of one head, the last row blocks of a head first: under a causal mask they are the longest.
+// Work       A tile is kBlockM rows of one head. A block takes one tile, or, where the grid is smaller, every gridDim-th, there and back,
+// so
+//            that long and short ones come together. Under a causal mask the longest come first.
 // Walk       From the last visible key block down to the first.
 // Threads    Warpgroup 0 copies: one thread queues all loads. The others have 64 rows of S and O each, in registers.
 // Smem       sQ, then kStages tiles of K and of V, each with a barrier that says "full" and one that says "empty".
@@ -23,14 +25,15 @@ struct Smem {
   using TileQ = Panels<C::kBlockM, C::kHeadDim>;
   using TileK = Panels<C::kBlockN, C::kHeadDim>;
   using TileV = Panels<C::kBlockN, C::kHeadDimV>;
-  alignas(1024) char q[TileQ::kBytes];
+  alignas(1024) char q[C::kStagesQ][TileQ::kBytes];
   alignas(1024) char k[C::kStages][TileK::kBytes];
   alignas(1024) char v[C::kStages][TileV::kBytes];
-  alignas(8) unsigned long long q_full, k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+  alignas(8) unsigned long long q_full[C::kStagesQ], q_empty[C::kStagesQ];
+  unsigned long long k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
 
-  // Where 16 bytes of O lie in sQ, with its swizzle.
-  __device__ static char* staged(Smem& smem, int row, int chunk) {
-    return smem.q + chunk / 8 * TileQ::kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+  // Where 16 bytes of a row lie in a tile of Q.
+  __device__ static char* at(char* q, int row, int chunk) {
+    return q + chunk / 8 * TileQ::kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
   }
 };
 
@@ -65,27 +68,66 @@ __device__ inline void load_panels(const char* tile, const TensorMap& map, unsig
   }
 }
 
+// The tiles of one block in turn. All threads of a block walk the same ones.
 template <class C>
-__device__ inline void produce(const TensorMaps& maps, const Work<C>& w, int head_kv, Smem<C>& smem) {
-  using S = Smem<C>;
-  Ring<C::kStages> k, v;
-  auto load_k = [&](int j) {
-    mbarrier_wait(smem_address(&smem.k_empty[k.stage]), k.parity ^ 1);
-    load_panels<typename S::TileK, C::kBlockN>(smem.k[k.stage], maps.k, smem_address(&smem.k_full[k.stage]), j * C::kBlockN, head_kv, w.b);
-    k.next();
-  };
-  auto load_v = [&](int j) {
-    mbarrier_wait(smem_address(&smem.v_empty[v.stage]), v.parity ^ 1);
-    load_panels<typename S::TileV, C::kBlockN>(smem.v[v.stage], maps.v, smem_address(&smem.v_full[v.stage]), j * C::kBlockN, head_kv, w.b);
-    v.next();
-  };
-  load_panels<typename S::TileQ, C::kBlockM>(smem.q, maps.q, smem_address(&smem.q_full), w.row, w.h, w.b);
-  load_k(w.key_last - 1);
-  for (int j = w.key_last - 2; j >= w.key_first; --j) {
-    load_k(j);
-    load_v(j + 1);
+struct Tiles {
+  int row_blocks, heads, count, pass = 0;
+
+  __device__ explicit Tiles(const ForwardParams& p)
+      : row_blocks((p.seqlen_q + C::kBlockM - 1) / C::kBlockM), heads(p.batch * p.num_heads_q), count(row_blocks * heads) {}
+
+  // The next tile, or -1.
+  __device__ int next() {
+    const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
+    const long long tile = static_cast<long long>(pass++) * grid + place;
+    return tile < count ? static_cast<int>(tile) : -1;
   }
-  load_v(w.key_first);
+
+  __device__ Work<C> work(const ForwardParams& p, int tile) const {
+    if constexpr (C::kCausal) {
+      // Heads whose K and V share the L2 (32 MB of it) make a section, in it the longest row blocks of all heads come first.
+      const long long bytes = 2ll * p.seqlen_k * (p.head_dim + p.head_dim_v);
+      const int group = p.num_heads_q / p.num_heads_kv;
+      const int section = static_cast<int>(max(1ll, min(static_cast<long long>(heads), (32ll << 20) / max(bytes, 1ll) * group)));
+      const int first = tile / (section * row_blocks) * section, inside = tile % (section * row_blocks);
+      const int wide = min(section, heads - first);
+      return Work<C>(p, first + inside % wide, row_blocks - 1 - inside / wide);
+    } else {
+      return Work<C>(p, tile / row_blocks, row_blocks - 1 - tile % row_blocks);
+    }
+  }
+};
+
+template <class C>
+__device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
+  using S = Smem<C>;
+  Ring<C::kStagesQ> q;
+  Ring<C::kStages> k, v;
+  Tiles<C> tiles(p);
+  for (int tile = tiles.next(); tile >= 0; tile = tiles.next()) {
+    const Work<C> w = tiles.work(p, tile);
+    if (w.key_first == w.key_last) continue;
+    const int head = w.h / (p.num_heads_q / p.num_heads_kv);
+    auto load_k = [&](int j) {
+      mbarrier_wait(smem_address(&smem.k_empty[k.stage]), k.parity ^ 1);
+      load_panels<typename S::TileK, C::kBlockN>(smem.k[k.stage], maps.k, smem_address(&smem.k_full[k.stage]), j * C::kBlockN, head, w.b);
+      k.next();
+    };
+    auto load_v = [&](int j) {
+      mbarrier_wait(smem_address(&smem.v_empty[v.stage]), v.parity ^ 1);
+      load_panels<typename S::TileV, C::kBlockN>(smem.v[v.stage], maps.v, smem_address(&smem.v_full[v.stage]), j * C::kBlockN, head, w.b);
+      v.next();
+    };
+    load_k(w.key_last - 1);
+    mbarrier_wait(smem_address(&smem.q_empty[q.stage]), q.parity ^ 1);
+    load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage], maps.q, smem_address(&smem.q_full[q.stage]), w.row, w.h, w.b);
+    q.next();
+    for (int j = w.key_last - 2; j >= w.key_first; --j) {
+      load_k(j);
+      load_v(j + 1);
+    }
+    load_v(w.key_first);
+  }
 }
 
 // A block that every row sees whole, for rows that have a reference: S becomes P without a row maximum on the way. A row whose weights of
@@ -133,9 +175,17 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   state.sum[0][1] += sum[1];
 }
 
+// What stays of a consumer from tile to tile: where the rings are.
 template <class C>
-__device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>& smem) {
+struct Rings {
+  Ring<C::kStagesQ> q;
+  Ring<C::kStages> k, v;
+};
+
+template <class C>
+__device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>& smem, Rings<C>& rings) {
   using Element = typename C::Element;
+  constexpr int kConsumers = C::kBlockM / 64;
   const int warpgroup = threadIdx.x / 128 - 1;
   const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
   const bool leads = threadIdx.x % 32 == 0;
@@ -162,14 +212,15 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
       rP[n][3] = pack(rS[0][2 * n + 1][2], rS[0][2 * n + 1][3], Element{});
     }
   };
-  const unsigned q = smem_address(smem.q) + warpgroup * 64 * 128;
-  Ring<C::kStages> k, v;
+  auto& [ring_q, k, v] = rings;
+  char* const sQ = smem.q[ring_q.stage];
+  const unsigned q = smem_address(sQ) + warpgroup * 64 * 128;
 
-  mbarrier_wait(smem_address(&smem.q_full), 0);
+  mbarrier_wait(smem_address(&smem.q_full[ring_q.stage]), ring_q.parity);
   if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
     for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
       const int panel = word / (64 * 32), inside = word % (64 * 32);
-      reinterpret_cast<unsigned*>(smem.q + panel * Smem<C>::TileQ::kPanelBytes + warpgroup * 64 * 128)[inside] ^= 0x80008000u;
+      reinterpret_cast<unsigned*>(sQ + panel * Smem<C>::TileQ::kPanelBytes + warpgroup * 64 * 128)[inside] ^= 0x80008000u;
     }
     fence_async_proxy();
     named_barrier_sync(1 + warpgroup, 128);
@@ -188,10 +239,10 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
   if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
     const int valid = w.s.used_k - j * C::kBlockN;
     if (valid < C::kBlockN) {
-      mbarrier_wait(smem_address(&smem.v_full[0]), 0);
+      mbarrier_wait(smem_address(&smem.v_full[v.stage]), v.parity);
       const int words = (C::kBlockN - valid) * 32;
       for (int n = threadIdx.x - 128; n < words * Smem<C>::TileV::kCount; n += 2 * C::kBlockM) {
-        reinterpret_cast<unsigned*>(smem.v[0] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
+        reinterpret_cast<unsigned*>(smem.v[v.stage] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
       }
       fence_async_proxy();
       named_barrier_sync(8, 2 * C::kBlockM);
@@ -200,9 +251,14 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
   // Whether all rows of the warp have a reference.
   auto have_reference = [&] { return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f)); };
   bool started = have_reference();
+  // Ping-pong: a warpgroup queues its products when the one before it has queued its own, so that they take turns at the tensor cores, and
+  // one's exponentials run under another's products.
+  const int turn = 4 + warpgroup, next_turn = 4 + (warpgroup + 1) % kConsumers;
+  if (C::kPingPong && warpgroup == kConsumers - 1 && j > w.key_first) named_barrier_arrive(next_turn, 256);
   int accumulate = 0;
   for (--j; j >= w.key_first; --j) {
     mbarrier_wait(smem_address(&smem.k_full[k.stage]), k.parity);
+    if constexpr (C::kPingPong) named_barrier_sync(turn, 256);
     wgmma_fence();
     issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage]));
     wgmma_commit();
@@ -210,12 +266,13 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
     wgmma_fence();
     issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage]), accumulate);
     wgmma_commit();
+    if (C::kPingPong && (warpgroup < kConsumers - 1 || j > w.key_first)) named_barrier_arrive(next_turn, 256);
     accumulate = 1;
     wgmma_wait<1>();
     if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage]));
     k.next();
     bool grew = false;
-    const bool full = w.is_full(p, j);
+    const bool full = w.is_full(j);
     if (kWithoutMaximum<C> && full && started) {
       softmax_full<C>(p, rS, state, [&] { grew = true; });
     } else if (!kWithoutMaximum<C> && full) {
@@ -235,12 +292,14 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
   issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage]), accumulate);
   wgmma_commit();
   wgmma_wait<0>();
+  if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage]));
+  v.next();
 
   unsigned again;
   if constexpr (kStaged<C>) {                // through the warp's own rows of sQ, so that each row leaves as whole lines
     named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
     again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
-      *reinterpret_cast<unsigned*>(Smem<C>::staged(smem, warp_row + row, column / 8) + column % 8 * 2) = pack(low, high, typename C::Out{});
+      *reinterpret_cast<unsigned*>(Smem<C>::at(sQ, warp_row + row, column / 8) + column % 8 * 2) = pack(low, high, typename C::Out{});
     });
     __syncwarp();
     constexpr int kChunks = C::kHeadDimV / 8;
@@ -250,7 +309,7 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
       const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
       if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
         *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
-            *reinterpret_cast<const Chunk*>(Smem<C>::staged(smem, warp_row + row, chunk));
+            *reinterpret_cast<const Chunk*>(Smem<C>::at(sQ, warp_row + row, chunk));
       }
     }
   } else {
@@ -258,16 +317,21 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
       store_pair<C>(p, w, w.row + warp_row + row, column, low, high);
     });
   }
+  fence_async_proxy();
   __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
+  if (leads) mbarrier_arrive(smem_address(&smem.q_empty[ring_q.stage]));
+  ring_q.next();
   for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
 }
 
 template <class C>
 __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   constexpr int kConsumers = C::kBlockM / 64;
-  const Work<C> w(p);
   if (threadIdx.x == 0) {
-    mbarrier_init(smem_address(&smem.q_full), 1);
+    for (int n = 0; n < C::kStagesQ; ++n) {
+      mbarrier_init(smem_address(&smem.q_full[n]), 1);
+      mbarrier_init(smem_address(&smem.q_empty[n]), 4 * kConsumers);
+    }
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(smem_address(&smem.k_full[n]), 1);
       mbarrier_init(smem_address(&smem.v_full[n]), 1);
@@ -279,14 +343,19 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_give<kConsumers == 3 ? 32 : 24>();
-    if (threadIdx.x == 0 && w.key_first < w.key_last) produce<C>(maps, w, w.h / (p.num_heads_q / p.num_heads_kv), smem);
+    if (threadIdx.x == 0) produce<C>(p, maps, smem);
   } else {
     registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
-    if (w.key_first < w.key_last) {
-      consume<C>(p, w, smem);
-    } else {  // rows that see no key
-      const int first = w.row + (threadIdx.x / 32 - 4) * 16;
-      for (int i = first; i < min(first + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
+    Rings<C> rings;
+    Tiles<C> tiles(p);
+    for (int tile = tiles.next(); tile >= 0; tile = tiles.next()) {
+      const Work<C> w = tiles.work(p, tile);
+      if (w.key_first < w.key_last) {
+        consume<C>(p, w, smem, rings);
+      } else {  // rows that see no key
+        const int first = w.row + (threadIdx.x / 32 - 4) * 16;
+        for (int i = first; i < min(first + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
+      }
     }
   }
 }

@@ -41,6 +41,20 @@ __device__ inline KeyRange visible_keys(const ForwardParams& p, Sequence s, int 
   return keys;
 }
 
+// The keys [first, last) that every row of [row, row_end) sees by causal, window and length.
+template <class C>
+__device__ inline KeyRange keys_of_all(const ForwardParams& p, Sequence s, int row, int row_end) {
+  KeyRange keys{0, s.used_k};
+  if constexpr (C::kCausal) keys.last = clamp(row + 1 + s.offset, 0, s.used_k);
+  if constexpr (C::kLocal) {
+    const long long first = static_cast<long long>(row_end) - 1 + s.offset - p.window_left;
+    const long long last = static_cast<long long>(row) + 1 + s.offset + p.window_right;
+    keys.first = first < 0 ? 0 : first > s.used_k ? s.used_k : static_cast<int>(first);
+    keys.last = last < 0 ? 0 : last > s.used_k ? s.used_k : static_cast<int>(last);
+  }
+  return keys;
+}
+
 // Whether row i may see key j < used_k by causal and window alone.
 template <class C>
 __device__ inline bool in_window(const ForwardParams& p, Sequence s, int i, int j) {

@@ -20,27 +20,26 @@ struct Work {
   int b, h, row;  // row: the first of the block
   Sequence s;
   ScoreContext<C> context;
-  int key_first, key_last;  // key blocks
+  int key_first, key_last;    // key blocks that some row sees
+  int full_first, full_last;  // those among them that every row sees whole, by length, causal and window
 
-  __device__ explicit Work(const ForwardParams& p) {
-    const int row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-    const int head = blockIdx.x / row_blocks;
-    row = (row_blocks - 1 - blockIdx.x % row_blocks) * C::kBlockM;
+  // `head` counts through all batches.
+  __device__ Work(const ForwardParams& p, int head, int row_block) : row(row_block * C::kBlockM) {
     b = head / p.num_heads_q;
     h = head % p.num_heads_q;
     s = sequence_of<C>(p, b);
     context = score_context<C>(p, b, h);
-    KeyRange keys = visible_keys<C>(p, s, row, min(row + C::kBlockM, s.used_q));
+    const int row_end = min(row + C::kBlockM, s.used_q);
+    KeyRange keys = visible_keys<C>(p, s, row, row_end);
     if (row >= s.used_q) keys.last = keys.first;
     key_first = keys.first / C::kBlockN;
     key_last = keys.first < keys.last ? (keys.last + C::kBlockN - 1) / C::kBlockN : key_first;
+    keys = keys_of_all<C>(p, s, row, row_end);
+    full_first = (keys.first + C::kBlockN - 1) / C::kBlockN;
+    full_last = keys.last / C::kBlockN;
   }
 
-  // Whether every row of the block sees every key of key block j by length, causal and window.
-  __device__ bool is_full(const ForwardParams& p, int j) const {
-    const int first = j * C::kBlockN, last = first + C::kBlockN - 1;
-    return last < s.used_k && in_window<C>(p, s, row, last) && in_window<C>(p, s, min(row + C::kBlockM, s.used_q) - 1, first);
-  }
+  __device__ bool is_full(int j) const { return j >= full_first && j < full_last; }
 };
 
 // The softmax state of a warp's rows: lane l owns rows l / 4 and l / 4 + 8 of each 16-row tile.
