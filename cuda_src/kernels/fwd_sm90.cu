@@ -45,17 +45,12 @@ struct alignas(16) Chunk {
 template <class C>
 constexpr bool kStaged = sizeof(typename C::Out) == 2 && !C::kUnaligned && (C::kHeadDimV + 63) / 64 <= (C::kHeadDim + 63) / 64;
 
-// A ring of kStages buffers: where the next one is, and the parity of its phase.
+// A ring of kStages buffers: how many of them have been used, which says where the next one is and the parity of its phase.
 template <int kStages>
 struct Ring {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+  unsigned used = 0;
+  __device__ unsigned stage() const { return used % kStages; }
+  __device__ unsigned parity() const { return used / kStages % 2; }
 };
 
 // Scope: one thread. Queues the copy of a tile, panel by panel.
@@ -71,19 +66,19 @@ __device__ inline void load_panels(const char* tile, const TensorMap& map, unsig
 // The tiles of one block in turn. All threads of a block walk the same ones.
 template <class C>
 struct Tiles {
-  int row_blocks, heads, count, pass = 0;
-
-  __device__ explicit Tiles(const ForwardParams& p)
-      : row_blocks((p.seqlen_q + C::kBlockM - 1) / C::kBlockM), heads(p.batch * p.num_heads_q), count(row_blocks * heads) {}
+  int pass = 0;
 
   // The next tile, or -1.
-  __device__ int next() {
+  __device__ int next(const ForwardParams& p) {
     const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
     const long long tile = static_cast<long long>(pass++) * grid + place;
-    return tile < count ? static_cast<int>(tile) : -1;
+    return tile < row_blocks(p) * p.batch * p.num_heads_q ? static_cast<int>(tile) : -1;
   }
 
-  __device__ Work<C> work(const ForwardParams& p, int tile) const {
+  __device__ static int row_blocks(const ForwardParams& p) { return (p.seqlen_q + C::kBlockM - 1) / C::kBlockM; }
+
+  __device__ static Work<C> work(const ForwardParams& p, int tile) {
+    const int row_blocks = Tiles::row_blocks(p), heads = p.batch * p.num_heads_q;
     if constexpr (C::kCausal) {
       // Heads whose K and V share the L2 (32 MB of it) make a section, in it the longest row blocks of all heads come first.
       const long long bytes = 2ll * p.seqlen_k * (p.head_dim + p.head_dim_v);
@@ -103,25 +98,27 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
   using S = Smem<C>;
   Ring<C::kStagesQ> q;
   Ring<C::kStages> k, v;
-  Tiles<C> tiles(p);
-  for (int tile = tiles.next(); tile >= 0; tile = tiles.next()) {
-    const Work<C> w = tiles.work(p, tile);
+  Tiles<C> tiles;
+  for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) {
+    const Work<C> w = Tiles<C>::work(p, tile);
     if (w.key_first == w.key_last) continue;
     const int head = w.h / (p.num_heads_q / p.num_heads_kv);
     auto load_k = [&](int j) {
-      mbarrier_wait(smem_address(&smem.k_empty[k.stage]), k.parity ^ 1);
-      load_panels<typename S::TileK, C::kBlockN>(smem.k[k.stage], maps.k, smem_address(&smem.k_full[k.stage]), j * C::kBlockN, head, w.b);
-      k.next();
+      mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
+      load_panels<typename S::TileK, C::kBlockN>(smem.k[k.stage()], maps.k, smem_address(&smem.k_full[k.stage()]), j * C::kBlockN, head,
+                                                 w.b);
+      ++k.used;
     };
     auto load_v = [&](int j) {
-      mbarrier_wait(smem_address(&smem.v_empty[v.stage]), v.parity ^ 1);
-      load_panels<typename S::TileV, C::kBlockN>(smem.v[v.stage], maps.v, smem_address(&smem.v_full[v.stage]), j * C::kBlockN, head, w.b);
-      v.next();
+      mbarrier_wait(smem_address(&smem.v_empty[v.stage()]), v.parity() ^ 1);
+      load_panels<typename S::TileV, C::kBlockN>(smem.v[v.stage()], maps.v, smem_address(&smem.v_full[v.stage()]), j * C::kBlockN, head,
+                                                 w.b);
+      ++v.used;
     };
     load_k(w.key_last - 1);
-    mbarrier_wait(smem_address(&smem.q_empty[q.stage]), q.parity ^ 1);
-    load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage], maps.q, smem_address(&smem.q_full[q.stage]), w.row, w.h, w.b);
-    q.next();
+    mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
+    load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage()], maps.q, smem_address(&smem.q_full[q.stage()]), w.row, w.h, w.b);
+    ++q.used;
     for (int j = w.key_last - 2; j >= w.key_first; --j) {
       load_k(j);
       load_v(j + 1);
@@ -175,20 +172,56 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   state.sum[0][1] += sum[1];
 }
 
+// The end of a tile: O and LSE of a warp's rows, through the warp's own rows of sQ, so that each row leaves as whole lines.
+template <class C>
+__device__ inline void write_rows(const ForwardParams& p, const Work<C>& w, const float (&rO)[1][C::kHeadDimV / 8][4],
+                                  const RowState<1>& state, char* sQ, int warpgroup, int warp_row) {
+  unsigned again;
+  if constexpr (kStaged<C>) {
+    named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
+    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
+      *reinterpret_cast<unsigned*>(Smem<C>::at(sQ, warp_row + row, column / 8) + column % 8 * 2) = pack(low, high, typename C::Out{});
+    });
+    __syncwarp();
+    constexpr int kChunks = C::kHeadDimV / 8;
+    char* gO = static_cast<char*>(p.out) + 2 * (w.b * p.out_stride_batch + w.h * p.out_stride_head);
+#pragma unroll
+    for (int n = threadIdx.x % 32; n < 16 * kChunks; n += 32) {
+      const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
+      if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
+        *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
+            *reinterpret_cast<const Chunk*>(Smem<C>::at(sQ, warp_row + row, chunk));
+      }
+    }
+  } else {
+    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
+      store_pair<C>(p, w, w.row + warp_row + row, column, low, high);
+    });
+  }
+  __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
+  for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
+}
+
 // What stays of a consumer from tile to tile: where the rings are.
 template <class C>
 struct Rings {
   Ring<C::kStagesQ> q;
-  Ring<C::kStages> k, v;
+  Ring<C::kStages> k;  // V's is one behind within a tile
 };
 
 template <class C>
-__device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>& smem, Rings<C>& rings) {
+__device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, Rings<C>& rings) {
   using Element = typename C::Element;
   constexpr int kConsumers = C::kBlockM / 64;
   const int warpgroup = threadIdx.x / 128 - 1;
   const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
   const bool leads = threadIdx.x % 32 == 0;
+
+  const Work<C> w = Tiles<C>::work(p, tile);
+  if (w.key_first == w.key_last) {  // rows that see no key
+    for (int i = w.row + warp_row; i < min(w.row + warp_row + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
+    return;
+  }
 
   float rO[1][C::kHeadDimV / 8][4];
   float rS[1][C::kBlockN / 8][4];
@@ -212,11 +245,11 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
       rP[n][3] = pack(rS[0][2 * n + 1][2], rS[0][2 * n + 1][3], Element{});
     }
   };
-  auto& [ring_q, k, v] = rings;
-  char* const sQ = smem.q[ring_q.stage];
+  auto& [ring_q, k] = rings;
+  char* const sQ = smem.q[ring_q.stage()];
   const unsigned q = smem_address(sQ) + warpgroup * 64 * 128;
 
-  mbarrier_wait(smem_address(&smem.q_full[ring_q.stage]), ring_q.parity);
+  mbarrier_wait(smem_address(&smem.q_full[ring_q.stage()]), ring_q.parity());
   if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
     for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
       const int panel = word / (64 * 32), inside = word % (64 * 32);
@@ -227,22 +260,23 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
   }
 
   int j = w.key_last - 1;
-  mbarrier_wait(smem_address(&smem.k_full[k.stage]), k.parity);
+  mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
   wgmma_fence();
-  issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage]));
+  issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
   wgmma_commit();
   wgmma_wait<0>();
-  if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage]));
-  k.next();
+  if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage()]));
+  ++k.used;
   softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
   pack_p();
   if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
     const int valid = w.s.used_k - j * C::kBlockN;
     if (valid < C::kBlockN) {
-      mbarrier_wait(smem_address(&smem.v_full[v.stage]), v.parity);
+      const Ring<C::kStages> v{k.used - 1};
+      mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
       const int words = (C::kBlockN - valid) * 32;
       for (int n = threadIdx.x - 128; n < words * Smem<C>::TileV::kCount; n += 2 * C::kBlockM) {
-        reinterpret_cast<unsigned*>(smem.v[v.stage] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
+        reinterpret_cast<unsigned*>(smem.v[v.stage()] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
       }
       fence_async_proxy();
       named_barrier_sync(8, 2 * C::kBlockM);
@@ -257,20 +291,21 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
   if (C::kPingPong && warpgroup == kConsumers - 1 && j > w.key_first) named_barrier_arrive(next_turn, 256);
   int accumulate = 0;
   for (--j; j >= w.key_first; --j) {
-    mbarrier_wait(smem_address(&smem.k_full[k.stage]), k.parity);
+    const Ring<C::kStages> v{k.used - 1};
+    mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
     if constexpr (C::kPingPong) named_barrier_sync(turn, 256);
     wgmma_fence();
-    issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage]));
+    issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
     wgmma_commit();
-    mbarrier_wait(smem_address(&smem.v_full[v.stage]), v.parity);
+    mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
     wgmma_fence();
-    issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage]), accumulate);
+    issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
     wgmma_commit();
     if (C::kPingPong && (warpgroup < kConsumers - 1 || j > w.key_first)) named_barrier_arrive(next_turn, 256);
     accumulate = 1;
     wgmma_wait<1>();
-    if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage]));
-    k.next();
+    if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage()]));
+    ++k.used;
     bool grew = false;
     const bool full = w.is_full(j);
     if (kWithoutMaximum<C> && full && started) {
@@ -282,48 +317,23 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, Smem<C>
       started = have_reference();
     }
     wgmma_wait<0>();
-    if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage]));
-    v.next();
+    if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage()]));
     if (grew) rescale_output<C, 1>(rO, state);
     pack_p();
   }
-  mbarrier_wait(smem_address(&smem.v_full[v.stage]), v.parity);
+  const Ring<C::kStages> v{k.used - 1};
+  mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
   wgmma_fence();
-  issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage]), accumulate);
+  issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
   wgmma_commit();
   wgmma_wait<0>();
-  if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage]));
-  v.next();
-
-  unsigned again;
-  if constexpr (kStaged<C>) {                // through the warp's own rows of sQ, so that each row leaves as whole lines
-    named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
-      *reinterpret_cast<unsigned*>(Smem<C>::at(sQ, warp_row + row, column / 8) + column % 8 * 2) = pack(low, high, typename C::Out{});
-    });
-    __syncwarp();
-    constexpr int kChunks = C::kHeadDimV / 8;
-    char* gO = static_cast<char*>(p.out) + 2 * (w.b * p.out_stride_batch + w.h * p.out_stride_head);
-#pragma unroll
-    for (int n = threadIdx.x % 32; n < 16 * kChunks; n += 32) {
-      const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
-      if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
-        *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
-            *reinterpret_cast<const Chunk*>(Smem<C>::at(sQ, warp_row + row, chunk));
-      }
-    }
-  } else {
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
-      store_pair<C>(p, w, w.row + warp_row + row, column, low, high);
-    });
-  }
+  if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage()]));
+  write_rows<C>(p, Tiles<C>::work(p, opaque(tile)), rO, state, smem.q[ring_q.stage()], warpgroup, warp_row);
   fence_async_proxy();
-  __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
-  if (leads) mbarrier_arrive(smem_address(&smem.q_empty[ring_q.stage]));
-  ring_q.next();
-  for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
+  __syncwarp();
+  if (leads) mbarrier_arrive(smem_address(&smem.q_empty[ring_q.stage()]));
+  ++ring_q.used;
 }
-
 template <class C>
 __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   constexpr int kConsumers = C::kBlockM / 64;
@@ -347,16 +357,8 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
   } else {
     registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
     Rings<C> rings;
-    Tiles<C> tiles(p);
-    for (int tile = tiles.next(); tile >= 0; tile = tiles.next()) {
-      const Work<C> w = tiles.work(p, tile);
-      if (w.key_first < w.key_last) {
-        consume<C>(p, w, smem, rings);
-      } else {  // rows that see no key
-        const int first = w.row + (threadIdx.x / 32 - 4) * 16;
-        for (int i = first; i < min(first + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
-      }
-    }
+    Tiles<C> tiles;
+    for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) consume<C>(p, tile, smem, rings);
   }
 }
 

@@ -55,6 +55,12 @@ __device__ inline unsigned pack(float low, float high, BFloat16) {
   return packed;
 }
 
+// x, of which the compiler knows nothing: what follows from it is computed again, where keeping it would take registers from a loop.
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // 2^x by the special function unit; 2^-inf is 0.
 __device__ inline float ex2(float x) {
   float y;
