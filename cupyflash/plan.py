@@ -47,7 +47,10 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     boxes: tuple[tuple[str, int], ...] = ()
     if isinstance(variant.config, Sm90Config):
         boxes = (("q", variant.config.block_m), ("k", variant.config.block_n), ("v", variant.config.block_n))
-    return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, why, boxes),))
+    tiles = _num_tiles(p, variant)
+    if isinstance(variant.config, Sm90Config) and variant.config.persistent:
+        tiles = min(tiles, device.num_sms)
+    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, why, boxes),))
 
 
 def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:

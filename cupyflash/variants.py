@@ -42,6 +42,7 @@ class Sm90Config(NamedTuple):
     stages: int  # tiles of K and of V
     stages_q: int = 1
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
+    persistent: bool = False  # one block an SM, which computes tile after tile
 
     @property
     def warps(self) -> int:
@@ -49,7 +50,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}" + "p" * self.ping_pong
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}" + "p" * self.ping_pong + "t" * self.persistent
 
 
 Config = SimpleConfig | FwdConfig | Sm90Config

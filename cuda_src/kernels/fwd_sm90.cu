@@ -70,6 +70,7 @@ struct Tiles {
 
   // The next tile, or -1.
   __device__ int next(const ForwardParams& p) {
+    if constexpr (!C::kPersistent) return pass++ ? -1 : static_cast<int>(blockIdx.x);
     const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
     const long long tile = static_cast<long long>(pass++) * grid + place;
     return tile < row_blocks(p) * p.batch * p.num_heads_q ? static_cast<int>(tile) : -1;
@@ -313,7 +314,11 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
     } else if (!kWithoutMaximum<C> && full) {
       softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
     } else {
-      softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+      if constexpr (kWithoutMaximum<C>) {  // few blocks come here: rather look their work up again than keep it
+        softmax_step<C, true, 1>(p, Tiles<C>::work(p, opaque(tile)), j, rS, state, warp_row, [&] { grew = true; });
+      } else {
+        softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+      }
       started = have_reference();
     }
     wgmma_wait<0>();

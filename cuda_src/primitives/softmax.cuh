@@ -159,7 +159,7 @@ __device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int 
 template <class C, int kTiles, class Store>
 __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, const float (&rO)[kTiles][C::kHeadDimV / 8][4],
                                   const RowState<kTiles>& state, int warp_row, Store store) {
-  const int lane = threadIdx.x % 32;
+  const int lane = opaque(threadIdx.x) % 32;  // not to be kept through the loop before
   unsigned again = 0;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
