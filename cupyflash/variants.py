@@ -43,6 +43,7 @@ class Sm90Config(NamedTuple):
     stages_q: int = 1
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     persistent: bool = False  # one block an SM, which computes tile after tile
+    cluster: int = 1  # blocks of neighbouring rows that copy K and V for each other
 
     @property
     def warps(self) -> int:
@@ -50,7 +51,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}" + "p" * self.ping_pong + "t" * self.persistent
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}" + "p" * self.ping_pong + "t" * self.persistent + "c2" * (self.cluster == 2)
 
 
 Config = SimpleConfig | FwdConfig | Sm90Config

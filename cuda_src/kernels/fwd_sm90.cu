@@ -53,13 +53,30 @@ struct Ring {
   __device__ unsigned parity() const { return used / kStages % 2; }
 };
 
-// Scope: one thread. Queues the copy of a tile, panel by panel.
-template <class T, int kRows>
+// Scope: one thread. Queues the copy of a tile, panel by panel; in a cluster each block copies its half of the rows to both.
+template <class T, int kRows, int kCluster = 1>
 __device__ inline void load_panels(const char* tile, const TensorMap& map, unsigned barrier, int row, int head, int batch) {
   mbarrier_arrive_expect(barrier, T::kBytes);
+  const int half = kCluster == 2 ? cluster_rank() * (kRows / 2) : 0;
 #pragma unroll
   for (int n = 0; n < T::kCount; ++n) {
-    tma_load(smem_address(tile + n * T::kPanelBytes), &map, barrier, 64 * n, row, head, batch);
+    const unsigned target = smem_address(tile + n * T::kPanelBytes + half * 128);
+    if constexpr (kCluster == 2) {
+      tma_load_multicast(target, &map, barrier, 64 * n, row + half, head, batch);
+    } else {
+      tma_load(target, &map, barrier, 64 * n, row, head, batch);
+    }
+  }
+}
+
+// Scope: warp. A buffer is free again, for all blocks whose copies it receives.
+template <int kCluster>
+__device__ inline void release(unsigned long long& barrier) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kCluster == 2) {
+    if (lane < 2) mbarrier_arrive_at(smem_address(&barrier), lane);
+  } else {
+    if (lane == 0) mbarrier_arrive(smem_address(&barrier));
   }
 }
 
@@ -73,10 +90,14 @@ struct Tiles {
     if constexpr (!C::kPersistent) return pass++ ? -1 : static_cast<int>(blockIdx.x);
     const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
     const long long tile = static_cast<long long>(pass++) * grid + place;
-    return tile < row_blocks(p) * p.batch * p.num_heads_q ? static_cast<int>(tile) : -1;
+    return tile < static_cast<long long>(row_blocks(p)) * p.batch * p.num_heads_q ? static_cast<int>(tile) : -1;
   }
 
-  __device__ static int row_blocks(const ForwardParams& p) { return (p.seqlen_q + C::kBlockM - 1) / C::kBlockM; }
+  // Of a head; in a cluster, whose two blocks take neighbours, an even number.
+  __device__ static int row_blocks(const ForwardParams& p) {
+    constexpr int kRows = C::kCluster * C::kBlockM;
+    return (p.seqlen_q + kRows - 1) / kRows * C::kCluster;
+  }
 
   __device__ static Work<C> work(const ForwardParams& p, int tile) {
     const int row_blocks = Tiles::row_blocks(p), heads = p.batch * p.num_heads_q;
@@ -87,12 +108,39 @@ struct Tiles {
       const int section = static_cast<int>(max(1ll, min(static_cast<long long>(heads), (32ll << 20) / max(bytes, 1ll) * group)));
       const int first = tile / (section * row_blocks) * section, inside = tile % (section * row_blocks);
       const int wide = min(section, heads - first);
-      return Work<C>(p, first + inside % wide, row_blocks - 1 - inside / wide);
+      const int n = inside / C::kCluster, neighbour = inside % C::kCluster;
+      return Work<C>(p, first + n % wide, row_blocks - 1 - n / wide * C::kCluster - neighbour);
     } else {
       return Work<C>(p, tile / row_blocks, row_blocks - 1 - tile % row_blocks);
     }
   }
 };
+
+struct BlockRange {
+  int first, last;
+};
+
+// The key blocks that are copied for a tile: those it sees, in a cluster those that it or its neighbour sees.
+template <class C>
+__device__ inline BlockRange copied_blocks(const ForwardParams& p, const Work<C>& w) {
+  if constexpr (C::kCluster == 1) return {w.key_first, w.key_last};
+  const int row = w.row / (2 * C::kBlockM) * (2 * C::kBlockM);
+  const KeyRange keys = visible_keys<C>(p, w.s, row, min(row + 2 * C::kBlockM, w.s.used_q));
+  if (row >= w.s.used_q || keys.first >= keys.last) return {0, 0};
+  return {keys.first / C::kBlockN, (keys.last + C::kBlockN - 1) / C::kBlockN};
+}
+
+// Blocks that only the neighbour sees: waited for and released.
+template <class C>
+__device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
+  for (; count > 0; --count) {
+    mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
+    release<C::kCluster>(smem.k_empty[k.stage()]);
+    mbarrier_wait(smem_address(&smem.v_full[k.stage()]), k.parity());
+    release<C::kCluster>(smem.v_empty[k.stage()]);
+    ++k.used;
+  }
+}
 
 template <class C>
 __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
@@ -102,29 +150,30 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
   Tiles<C> tiles;
   for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) {
     const Work<C> w = Tiles<C>::work(p, tile);
-    if (w.key_first == w.key_last) continue;
+    const BlockRange keys = copied_blocks(p, w);
+    if (keys.first == keys.last) continue;
     const int head = w.h / (p.num_heads_q / p.num_heads_kv);
     auto load_k = [&](int j) {
       mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
-      load_panels<typename S::TileK, C::kBlockN>(smem.k[k.stage()], maps.k, smem_address(&smem.k_full[k.stage()]), j * C::kBlockN, head,
-                                                 w.b);
+      load_panels<typename S::TileK, C::kBlockN, C::kCluster>(smem.k[k.stage()], maps.k, smem_address(&smem.k_full[k.stage()]),
+                                                              j * C::kBlockN, head, w.b);
       ++k.used;
     };
     auto load_v = [&](int j) {
       mbarrier_wait(smem_address(&smem.v_empty[v.stage()]), v.parity() ^ 1);
-      load_panels<typename S::TileV, C::kBlockN>(smem.v[v.stage()], maps.v, smem_address(&smem.v_full[v.stage()]), j * C::kBlockN, head,
-                                                 w.b);
+      load_panels<typename S::TileV, C::kBlockN, C::kCluster>(smem.v[v.stage()], maps.v, smem_address(&smem.v_full[v.stage()]),
+                                                              j * C::kBlockN, head, w.b);
       ++v.used;
     };
-    load_k(w.key_last - 1);
+    load_k(keys.last - 1);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
     load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage()], maps.q, smem_address(&smem.q_full[q.stage()]), w.row, w.h, w.b);
     ++q.used;
-    for (int j = w.key_last - 2; j >= w.key_first; --j) {
+    for (int j = keys.last - 2; j >= keys.first; --j) {
       load_k(j);
       load_v(j + 1);
     }
-    load_v(w.key_first);
+    load_v(keys.first);
   }
 }
 
@@ -219,6 +268,17 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
   const bool leads = threadIdx.x % 32 == 0;
 
   const Work<C> w = Tiles<C>::work(p, tile);
+  if constexpr (C::kCluster == 2) {
+    const BlockRange keys = copied_blocks(p, w);
+    if (w.key_first == w.key_last && keys.first < keys.last) {
+      mbarrier_wait(smem_address(&smem.q_full[rings.q.stage()]), rings.q.parity());
+      if (leads) mbarrier_arrive(smem_address(&smem.q_empty[rings.q.stage()]));
+      ++rings.q.used;
+      skip(smem, rings.k, keys.last - keys.first);
+    } else {
+      skip(smem, rings.k, keys.last - w.key_last);
+    }
+  }
   if (w.key_first == w.key_last) {  // rows that see no key
     for (int i = w.row + warp_row; i < min(w.row + warp_row + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
     return;
@@ -266,7 +326,7 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
   issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
   wgmma_commit();
   wgmma_wait<0>();
-  if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage()]));
+  release<C::kCluster>(smem.k_empty[k.stage()]);
   ++k.used;
   softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
   pack_p();
@@ -305,7 +365,7 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
     if (C::kPingPong && (warpgroup < kConsumers - 1 || j > w.key_first)) named_barrier_arrive(next_turn, 256);
     accumulate = 1;
     wgmma_wait<1>();
-    if (leads) mbarrier_arrive(smem_address(&smem.k_empty[k.stage()]));
+    release<C::kCluster>(smem.k_empty[k.stage()]);
     ++k.used;
     bool grew = false;
     const bool full = w.is_full(j);
@@ -322,7 +382,7 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
       started = have_reference();
     }
     wgmma_wait<0>();
-    if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage()]));
+    release<C::kCluster>(smem.v_empty[v.stage()]);
     if (grew) rescale_output<C, 1>(rO, state);
     pack_p();
   }
@@ -332,7 +392,11 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
   issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
   wgmma_commit();
   wgmma_wait<0>();
-  if (leads) mbarrier_arrive(smem_address(&smem.v_empty[v.stage()]));
+  release<C::kCluster>(smem.v_empty[v.stage()]);
+  if constexpr (C::kCluster == 2) {
+    const Work<C> again = Tiles<C>::work(p, opaque(tile));
+    skip(smem, k, again.key_first - copied_blocks(p, again).first);
+  }
   write_rows<C>(p, Tiles<C>::work(p, opaque(tile)), rO, state, smem.q[ring_q.stage()], warpgroup, warp_row);
   fence_async_proxy();
   __syncwarp();
@@ -350,12 +414,16 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(smem_address(&smem.k_full[n]), 1);
       mbarrier_init(smem_address(&smem.v_full[n]), 1);
-      mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers);
-      mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers);
+      mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers * C::kCluster);
+      mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers * C::kCluster);
     }
     mbarrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (C::kCluster == 2) {
+    cluster_sync();  // the neighbour's barriers, too
+  } else {
+    __syncthreads();
+  }
   if (threadIdx.x < 128) {
     registers_give<kConsumers == 3 ? 32 : 24>();
     if (threadIdx.x == 0) produce<C>(p, maps, smem);
@@ -365,11 +433,12 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     Tiles<C> tiles;
     for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) consume<C>(p, tile, smem, rings);
   }
+  if constexpr (C::kCluster == 2) cluster_sync();  // copies and arrivals of the neighbour may still come
 }
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 1)
+extern "C" __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(32 * Config::kWarps, 1)
     fwd_sm90(const __grid_constant__ cupyflash::ForwardParams p, const __grid_constant__ cupyflash::TensorMaps maps) {
   extern __shared__ __align__(1024) char dynamic_smem[];
   cupyflash::forward<Config>(p, maps, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));

@@ -79,6 +79,22 @@ __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init
 __device__ inline void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// At the barrier in the same place of block `rank` of the cluster.
+__device__ inline void mbarrier_arrive_at(unsigned barrier, int rank) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
+          barrier),
+      "r"(rank)
+      : "memory");
+}
+__device__ inline int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ inline void mbarrier_arrive_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -99,7 +115,14 @@ __device__ inline void tma_load(unsigned smem, const void* map, unsigned barrier
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
-__device__ inline void tma_prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// The same to the same place in both blocks of a cluster of two, each of which has its own barrier there.
+__device__ inline void tma_load_multicast(unsigned smem, const void* map, unsigned barrier, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], "
+      "%7;" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<unsigned short>(3))
+      : "memory");
+}
 
 // Scope: thread. Orders its writes to shared memory before reads by the accelerator and by warpgroup products; a barrier must follow.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
