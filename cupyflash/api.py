@@ -219,7 +219,8 @@ def _prepare_once(
         problem, operands = pack_heads(problem, operands)
     schedule = plan.forward(problem, device)
     maps = b"".join(tensormap.encode(getattr(operands, name), rows) for step in schedule.steps for name, rows in step.boxes)
-    return _Call(problem, operands, schedule, device, shape, order, lse_shape, params.numbers(problem, operands), maps, layout, host_vectors)
+    numbers = params.numbers(problem, operands)
+    return _Call(problem, operands, schedule, device, shape, order, lse_shape, numbers, maps, layout, host_vectors)
 
 
 @names_foreign_keywords

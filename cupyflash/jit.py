@@ -91,7 +91,12 @@ def _config(variant: Variant) -> str:
     if isinstance(config, FwdConfig | Sm90Config):
         numbers |= {"kBlockM": config.block_m, "kBlockN": config.block_n, "kStages": config.stages}
     if isinstance(config, Sm90Config):
-        numbers |= {"kStagesQ": config.stages_q, "kPingPong": config.ping_pong, "kPersistent": config.persistent, "kCluster": config.cluster}
+        numbers |= {
+            "kStagesQ": config.stages_q,
+            "kPingPong": config.ping_pong,
+            "kPersistent": config.persistent,
+            "kCluster": config.cluster,
+        }
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
     lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]

@@ -44,7 +44,8 @@ def encode(view: Any, rows: int) -> bytes:
         0,
     )
     if code:
-        raise LaunchError(f"the driver refused a tensor map of shape {view.shape} and strides {view.strides}: error {code}; please report it")
+        what = f"shape {view.shape} and strides {view.strides}"
+        raise LaunchError(f"the driver refused a tensor map of {what}: error {code}; please report it")
     return ctypes.string_at(place, MAP_BYTES)
 
 

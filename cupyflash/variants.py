@@ -51,7 +51,8 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}" + "p" * self.ping_pong + "t" * self.persistent + "c2" * (self.cluster == 2)
+        extras = "p" * self.ping_pong + "t" * self.persistent + "c2" * (self.cluster == 2)
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 
 Config = SimpleConfig | FwdConfig | Sm90Config
