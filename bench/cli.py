@@ -21,7 +21,7 @@ import click
 import cupyflash
 
 from . import check as checking
-from . import gpu, kernels
+from . import gpu, kernels, tune
 from . import peers as contestants
 from .cases import DTYPES, Case, available_dtypes, check_suite, gpu_tour_suite, tour_suite
 from .machine import diagnose, environment, nvidia_driver
@@ -70,8 +70,8 @@ def as_pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
     return numbers[0], numbers[-1]
 
 
-def as_pairs(ctx: click.Context, param: click.Parameter, value: str) -> tuple[tuple[int, int], ...]:
-    return tuple(as_pair(ctx, param, part) for part in value.split(","))
+def as_pairs(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[tuple[int, int], ...] | None:
+    return None if value is None else tuple(as_pair(ctx, param, part.replace("x", "/")) for part in value.split(","))
 
 
 def as_heads(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int] | None:
@@ -100,8 +100,10 @@ def dtype_name(text: str) -> str:
     return name
 
 
-def as_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...] | None:
+def as_names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     """Names of peers, or None for "all"."""
+    if value is None:
+        return ()
     known = dict.fromkeys(peer.name for peer in PEERS)
     names = value.split(",")
     if unknown := [name for name in names if name not in known and value != "all"]:
@@ -214,11 +216,22 @@ def tour(device: str | None, json_file: str | None) -> int:
     return exit_code(found)
 
 
+DATA_OPTIONS = (
+    click.option("--dim", callback=as_pairs, default="64", show_default=True, metavar="192-128", help="Of q, k - of v; also 64,128."),
+    click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
+)
+HOW_OPTIONS = (
+    click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
+    click.option(
+        "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
+    ),
+)
 SIZES = "SIZES are lists: 512, 4k, 1k,4k or 512:16k:x2 (each twice the last). Every combination is timed."
 
 
-def timing_options(default_peers: str) -> Callable[[F], F]:
-    """What `fwd` and `compare` share: all but the peers that they time when none is named."""
+def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
+    """What `fwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something for
+    tuning, and its own defaults of what it has without, too."""
     names = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
     options = (
         click.option("--batch", callback=as_sizes, default="1", show_default=True, metavar="SIZES", help="Sequences."),
@@ -228,15 +241,13 @@ def timing_options(default_peers: str) -> Callable[[F], F]:
         click.option(
             "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
         ),
-        click.option("--dim", callback=as_pairs, default="64", show_default=True, metavar="192-128", help="Of q, k - of v; also 64,128."),
-        click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
+        *(() if tuning else DATA_OPTIONS),
         click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
         click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
         click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
         click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
         click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
         click.option("--peers", callback=as_names, default=default_peers, show_default=True, metavar="NAMES", help=f"all, or of {names}."),
-        click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
         click.option(
             "--site",
             multiple=True,
@@ -247,15 +258,13 @@ def timing_options(default_peers: str) -> Callable[[F], F]:
             help="A folder of packages with peers, .pth files and all.",
         ),
         click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, ..."),
-        click.option(
-            "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
-        ),
+        *(() if tuning else HOW_OPTIONS),
         click.option("--cold/--warm", default=True, show_default=True, help="Inputs out of the GPU's L2 cache, or left in it."),
         click.option("--rounds", type=click.IntRange(min=1), default=MIN_ROUNDS, show_default=True, help="At least as many a peer."),
         click.option(
             "--min-time", type=click.FloatRange(min=0.01), default=0.5, show_default=True, metavar="S", help="Seconds of rounds a peer."
         ),
-        device_option,
+        *(() if tuning else (device_option,)),
         json_option,
     )
 
@@ -308,14 +317,18 @@ def time_cases(
         raise click.BadParameter(f"none of {', '.join(peers or ())} computes on the {place.name}", param_hint="'--peers'")
     if timer is not None and timer not in place.timers:
         raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
-    if family is not None and (place is HOST or family not in kernels.families()):
-        known = ", ".join(kernels.families())
-        raise click.BadParameter(f"{family!r} is no family of GPU kernels here: {known}, on a GPU", param_hint="'--family'")
+    check_family(family, place)
     cases = as_cases(place, **shapes)
     with ExitStack() as stack:
         report = open_report(json_file, stack, peers=contestants.versions(chosen), family=family)
         stack.enter_context(kernels.only_family(family))
         return exit_code(run_timings(report, cases, chosen, place, timer=timer, cold=cold, min_rounds=rounds, min_s=min_time))
+
+
+def check_family(family: str | None, place: Place) -> None:
+    if family is not None and (place is HOST or family not in kernels.families()):
+        known = ", ".join(kernels.families())
+        raise click.BadParameter(f"{family!r} is no family of GPU kernels here: {known}, on a GPU", param_hint="'--family'")
 
 
 def as_cases(
@@ -399,22 +412,40 @@ def doctor() -> int:
     return FAILED if not host.ok or (on_gpu and not on_gpu.ok) else SETUP if found.problems else GOOD
 
 
-@main.command()
+@main.command(epilog=SIZES)
 @click.option("--arch", metavar="NAME", help="sm_80, sm_90a, ...; default this GPU's, else sm_90a.")
 @click.option("--dtype", default="bf16", show_default=True, metavar="NAMES", help=f"A list of {', '.join(DTYPES.values())}.")
-@click.option("--dim", type=click.IntRange(1, 256), metavar="D", help="Only rows that serve this head dim.")
-@json_option
-def variants(arch: str | None, dtype: str, dim: int | None, json_file: str | None) -> int:
+@click.option("--dim", callback=as_pairs, metavar="DIMS", help="Only rows that serve these head dims; with --tune 64 by default.")
+@click.option("--tune", "tuning", is_flag=True, help="Time the tiles that a row could have. All options below are for this.")
+@click.option("--tiles", callback=as_pairs, metavar="128x80,...", help="Query rows x keys, instead of the rule's.")
+@click.option(
+    "--spills", type=click.IntRange(min=0), default=0, show_default=True, metavar="BYTES", help="As many are no reason to drop one."
+)
+@timing_options(None, tuning=True)
+def variants(
+    arch: str | None, dtype: str, dim: tuple[tuple[int, int], ...] | None, tuning: bool, json_file: str | None, **options: Any
+) -> int:
     """The rows of the kernel tables: registers, shared memory, spills, and why each is there.
 
-    Compiles all of them; needs NVRTC and no GPU.
+    Compiles all of them; needs NVRTC and no GPU. With --tune: every tile that the row of a case could have, on this GPU, compiled, checked
+    against float64 and timed in turn, and the line for the table that comes out.
     """
+    context = click.get_current_context()
+    given = [name for name in ("arch", *options) if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT]
+    if wrong := [name for name in given if (name == "arch") == tuning]:
+        option = "--" + wrong[0].replace("_", "-")
+        raise click.UsageError(f"{option} is not for --tune, which runs on this GPU" if tuning else f"{option} is for --tune")
+    if tuning:
+        return tune_rows(dtype, dim or ((64, 64),), json_file, **options)
+    head_dim = max(map(max, dim)) if dim else None
     arch = (arch or next((found.arch for found in nvidia_driver().gpus), "sm_90a")).removeprefix("sm_")
     arch = f"{arch}a" if f"{arch}a" in kernels.architectures() else arch
     if arch not in kernels.architectures():
         known = ", ".join(f"sm_{known}" for known in kernels.architectures())
         raise click.BadParameter(f"'sm_{arch}' is none of {known}", param_hint="'--arch'")
-    chosen = kernels.candidates(arch, tuple(map(dtype_name, dtype.split(","))), dim)
+    chosen = kernels.candidates(arch, tuple(map(dtype_name, dtype.split(","))), head_dim)
+    if not chosen:
+        raise click.BadParameter(f"no row serves {head_dim}", param_hint="'--dim'")
     failed = False
     with ExitStack() as stack:
         report = open_report(json_file, stack)
@@ -425,6 +456,49 @@ def variants(arch: str | None, dtype: str, dim: int | None, json_file: str | Non
                 report.advance(1)
                 failed |= built.error is not None
     return FAILED if failed else GOOD
+
+
+def tune_rows(
+    dtype: str,
+    dim: tuple[tuple[int, int], ...],
+    json_file: str | None,
+    *,
+    tiles: tuple[tuple[int, int], ...] | None,
+    spills: int,
+    peers: tuple[str, ...] | None,
+    family: str | None,
+    cold: bool,
+    rounds: int,
+    min_time: float,
+    **shapes: Any,
+) -> int:
+    """What variants does with --tune."""
+    if reason := gpu.why_not():
+        raise cupyflash.SetupError(f"--tune times kernels on a GPU: {reason}")
+    place = gpu.open_place()
+    check_family(family, place)
+    others = [peer for peer in contestants.peers_at(place.name, peers) if peer.name != OURS]
+    cases = [case for name in dtype.split(",") for case in as_cases(place, dtype=name, dim=dim, **shapes)]
+    try:
+        for case in cases:
+            kernels.present(contestants.problem(case), family)
+    except cupyflash.UnsupportedError as error:
+        raise click.BadParameter(error.reason, param_hint="'--family'" if family else "'--dim'") from None
+    arch = (place.arch or "").removeprefix("sm_")
+    chip = next((found.name.removeprefix("NVIDIA ") for found in nvidia_driver().gpus), f"sm_{arch}")
+    how: dict[str, Any] = {"cold": cold, "min_rounds": rounds, "min_s": min_time}
+    done = []
+    with ExitStack() as stack:
+        report = open_report(json_file, stack, peers=contestants.versions(others), family=family)
+        report.start_tuning(arch)
+        with report.progress(len(cases)):
+            for case in cases:
+                report.advance(to=f"{case.mode} {case.label}")
+                tuned = tune.tune(case, others, place, family=family, tiles=tiles or (), spills=spills, **how)
+                report.tuned(tuned, chip)
+                report.advance(1)
+                done.append(tuned.found)
+    return exit_code(done)
 
 
 def run_timings(

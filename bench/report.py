@@ -17,10 +17,11 @@ from rich.text import Text
 
 from .cases import DTYPES, Case, short
 from .check import LIMITS, Verdict
-from .kernels import Built
+from .kernels import Built, Trial, source_line
 from .machine import Diagnosis
 from .peers import OURS, Comparison, Outcome
 from .timing import NOISE, Place, Timing
+from .tune import Tuned
 
 WIDE = 80  # the tables need 76 columns; below WIDE they drop some and fit 60
 WIDER = 90  # what the table of a GPU needs
@@ -51,13 +52,12 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
     that is not controlled; `error` is the largest of the check before the timing, `kernel` the variant that the library chose.
     """
     case, timing = found.case, timed(outcome)
-    rate = {"gbps": case.num_bytes / timing.ms / 1e6} if case.mode == "decode" else {"tflops": case.flops / timing.ms / 1e9}
     return {
         **case_fields(case),
         "peer": outcome.peer,
         "ms": timing.ms,
         "spread": timing.spread,
-        **rate,
+        **rate_field(case, timing),
         "host_us": timing.host_us,
         "ratio_to_best": outcome.ratio_to_best,
         "timer": found.timer,
@@ -67,6 +67,32 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
         "error": finite(outcome.verdict.error) if outcome.verdict else None,
         "kernel": found.kernel if outcome.peer == OURS else None,
         "note": found.note or None,
+    }
+
+
+def rate_field(case: Case, timing: Timing) -> dict[str, float]:
+    return {"gbps": case.num_bytes / timing.ms / 1e6} if case.mode == "decode" else {"tflops": case.flops / timing.ms / 1e9}
+
+
+def tile_record(tuned: Tuned, name: str, trial: Trial | None, outcome: Outcome | None) -> dict[str, Any]:
+    """One row of a tuning, a tile or a peer (whose `kernel` is null): what it was compiled to, and its time or why it has none."""
+    found, verdict, timing = tuned.found, outcome.verdict if outcome else None, outcome.timing if outcome else None
+    to_now, to_peer = tuned.ratios(outcome) if outcome and timing else (None, None)
+    built = trial.built._asdict() if trial else {}
+    wrong = str(verdict) if verdict and not verdict.ok else None
+    return {
+        "record": "tile",
+        **case_fields(found.case),
+        "tile": name,
+        "kernel": built.get("name"),
+        **{field: built.get(field) for field in ("registers", "smem_bytes", "spilled_bytes", "warnings")},
+        "is_now": trial is not None and trial is tuned.trials[0],
+        "not_timed": (trial.why_not if trial else None) or (outcome.why_not if outcome else None) or wrong,
+        "error": finite(verdict.error) if verdict else None,
+        **({"ms": timing.ms, "spread": timing.spread, **rate_field(found.case, timing)} if timing else {"ms": None}),
+        **({"rounds": timing.rounds, "clock_mhz": timing.clock_mhz, "timer": found.timer, "cold": found.cold} if timing else {}),
+        "ratio_to_now": to_now,
+        "ratio_to_peer": to_peer,
     }
 
 
@@ -314,6 +340,39 @@ class Report:
             self.say(f"    {built.why}", "dim")
             for line in (*built.warnings, *([built.error] if built.error else [])):
                 self.say(f"    {line}", "bold red")
+
+    def start_tuning(self, arch: str) -> None:
+        self.say(f"Tiles on sm_{arch}, the fastest first; * is the row that is there now", "bold")
+        columns = (("", 19, 0), ("registers", 10, WIDE), ("shared", 10, WIDER), ("ms", 9, 0), ("±", 6, WIDE), ("rate", 14, 0))
+        self._rows = Columns(self.table, (*columns, ("to now", 8, 0), ("to peer", 8, 0)))
+
+    def tuned(self, tuned: Tuned, chip: str) -> None:
+        """The table of a case: what was timed, what was not and why, and the row to paste."""
+        found, tiles = tuned.found, tuned.tiles
+        outcomes = {outcome.peer: outcome for outcome in (*tuned.timed, *found.outcomes)}
+        row = tuned.row(chip)
+        with self._printing():
+            self.say(f"  {found.case.mode} {found.case.label}", "cyan")
+            self.say(f"  {', '.join(conditions(found))}", "dim")
+            for name in dict.fromkeys((*outcomes, *tiles)):
+                trial, outcome = tiles.get(name), outcomes.get(name)
+                fields = tile_record(tuned, name, trial, outcome)
+                self.record(fields)
+                name += " *" * fields["is_now"]
+                if outcome is None or outcome.timing is None:
+                    wrong = outcome is not None and outcome.verdict is not None
+                    text = f"{'WRONG' if wrong else 'not timed'}: {fields['not_timed']}"
+                    self.say(f"  {name:<19}{text}", "bold red" if wrong else "dim")
+                    continue
+                ms, spread = outcome.timing[:2]
+                amount, unit = (found.case.num_bytes, "B/s") if found.case.mode == "decode" else (found.case.flops, "FLOP/s")
+                ratios = [(f"{ratio:.2f}x" if ratio else "", "green" if ratio and ratio >= 1 else "") for ratio in tuned.ratios(outcome)]
+                cells = [(name, "bold" if trial else ""), (str(trial.built.registers or "") if trial else "", "")]
+                cells += [(si(trial.built.smem_bytes, "B") if trial else "", ""), (digits(ms), "yellow" if spread > NOISE else "")]
+                self._rows.row([*cells, (f"{spread:.1%}", "dim"), (si(amount / ms * 1e3, unit), ""), *ratios])
+            if row is not None:
+                self.record({"record": "row", **case_fields(found.case), "line": source_line(row)})
+                self.say(f"  {source_line(row)}\n", paste=True)
 
     # Check ----------------------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -742,6 +743,10 @@ def test_version_and_help_need_no_gpu_and_no_cupy(monkeypatch):
         (["fwd", "--tokens", "512"], "fewer tokens than one sequence has"),
         (["variants", "--arch", "sm_70"], "'sm_70' is none of sm_80"),
         (["variants", "--dtype", "fp8"], "'fp8' is not one of"),
+        (["variants", "--dim", "300"], "no row serves 300"),
+        (["variants", "--seqlen-k", "4k"], "--seqlen-k is for --tune"),
+        (["variants", "--tune", "--arch", "sm_80"], "--arch is not for --tune, which runs on this GPU"),
+        (["variants", "--tune", "--tiles", "128xa"], "'128/a' is neither a number nor a pair such as 128x80"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, says):
@@ -886,6 +891,176 @@ def test_variants_without_nvrtc_says_the_pip_line(monkeypatch):
     result = run("variants")
     assert result.exit_code == 3
     assert "pip install 'cupyflash[cuda1" in result.stderr
+
+
+# --- tuning -------------------------------------------------------------------------------------------------------------------
+
+
+class Warps(NamedTuple):
+    warps: int
+
+
+class OfWarps(NamedTuple):
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+
+
+class OfWarpgroups(NamedTuple):
+    block_m: int
+    block_n: int
+    stages: int
+    other: bool
+
+
+def test_the_rules_of_what_is_tried():
+    assert [config.warps for config in kernels.configs(Warps(4))] == [1, 2, 4, 8, 16]
+    found = kernels.configs(OfWarps(128, 64, 2, 4))
+    assert len(found) == len(set(found)) == 15
+    assert {(config.block_m, config.warps, config.stages) for config in found} == {(64, 4, 2), (128, 4, 2), (128, 8, 2)}
+    found = kernels.configs(OfWarpgroups(128, 64, 2, True))
+    assert len(found) == len(set(found)) == 40
+    assert {config[0] for config in found} == {128, 192}
+    assert {config[2:] for config in found} == {(2, True), (3, True)}
+    assert kernels.configs(OfWarps(128, 64, 2, 4), ((256, 64),)) == [OfWarps(256, 64, 2, 8)]
+    assert kernels.configs(OfWarpgroups(128, 64, 2, True), ((64, 8), (100, 64))) == [OfWarpgroups(64, 8, s, True) for s in (2, 3)]
+
+
+def test_rows_are_written_as_they_stand_in_the_table():
+    """So that what tuning prints can be pasted: each row of the table is printed as an expression that is the row."""
+    for row in vars(kernels.plan)["FORWARD"]:
+        assert eval(kernels.source_line(row).rstrip(","), dict(vars(kernels.variants))) == row
+    row = next(row for row in vars(kernels.plan)["FORWARD"] if row.family == "fwd_sm80")
+    assert kernels.source_line(row).startswith(f"_sm80({row.head_dim}, {row.options}, {row.config.block_m}, ")
+    assert kernels.source_line(row._replace(capability=86)).startswith("Row(family='fwd_sm80', ")
+
+
+FIT = """    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers"""
+NOW = "m128n128s2w4"  # the tile of the row that `tuning` stands on
+
+
+@pytest.fixture
+def tuning(monkeypatch):
+    """A GPU whose calls take what `ms` says of the row that is the table meanwhile; `logs` are the compiler's of a tile."""
+    pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+    names, attention = vars(kernels.plan), cupyflash.attention
+    row = next(row for row in names["FORWARD"] if row.family == "fwd_sm80" and row.head_dim == 64)
+    row = row._replace(config=row.config._replace(block_m=128, block_n=128, warps=4))
+    monkeypatch.setitem(names, "FORWARD", (row, names["FORWARD"][-1]))
+    state = SimpleNamespace(ms={NOW: 4.0, "m64n32s2w4": 5.0, "m64n64s2w4": 2.0}, logs={}, wrong=(), calls=[])
+
+    def call(*arrays, **options):
+        (row,) = names["FORWARD"]
+        state.calls.append(row.config.tile)
+        return attention(*arrays, **options) * (2 if row.config.tile in state.wrong else 1)
+
+    def timer(calls):
+        def round_():
+            calls[0]()
+            return timing.Tick(state.ms[state.calls[-1]], 300.0, 1500.0)
+
+        return round_
+
+    class Place(FakeGpu):
+        def __init__(self) -> None:
+            self.timers = {"graph": timer}
+
+    monkeypatch.setattr(cupyflash, "attention", call)
+    monkeypatch.setattr(gpu, "open_place", Place)
+    monkeypatch.setattr(kernels.device, "current", lambda: 0)
+    monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
+    monkeypatch.setattr(kernels.jit, "_in_memory", {})
+    monkeypatch.setattr(kernels.jit, "compile_cubin", lambda unit, options: (b"", state.logs.get(unit.variant.split("__")[2], FIT)))
+    return state
+
+
+TUNE = ("variants", "--tune", "--dtype", "fp16", "--seqlen", "64", "--heads", "1", "--tiles", "64x32,64x64,128x64,128x96,64x1024")
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+def test_tuning_times_each_tile_by_its_own_row(tuning):
+    table = vars(kernels.plan)["FORWARD"]
+    tuning.logs = {"m128n64s2w8": LOG, "m128n64s2w4": LOG.replace("44 bytes spill", "0 bytes spill")}
+    tuning.logs |= {"m128n96s2w8": FIT.replace("168", "300"), "m128n96s2w4": FIT.replace("0 bytes spill", "8 bytes spill")}
+    tuning.logs[NOW] = LOG  # whatever the row is like that is there now, it is timed
+    result = run(*TUNE, "--causal", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert vars(kernels.plan)["FORWARD"] is table
+    header, *tiles, row = lines(result.stdout)
+    assert header["record"] == "environment"
+    timed = [(tile["tile"], tile["ms"], tile["ratio_to_now"], tile["is_now"]) for tile in tiles if tile["ms"]]
+    assert timed == [("m64n64s2w4", 2.0, 2.0, False), (NOW, 4.0, 1.0, True), ("m64n32s2w4", 5.0, 0.8, False)]
+    assert set(tuning.calls) == {tile for tile, *_ in timed}
+    assert tiles[0]["kernel"] == "fwd_sm80__f16_d64__m64n64s2w4__causal"
+    assert tiles[0]["registers"] == 168
+    assert (tiles[0]["timer"], tiles[0]["rounds"] >= 2, tiles[0]["ratio_to_peer"], "host_us" in tiles[0]) == ("graph", True, None, False)
+    reasons = {tile["tile"]: tile["not_timed"] for tile in tiles if not tile["ms"]}
+    assert reasons.pop("m128n64s2w8") == "spills 44 bytes"
+    assert "(C7510)" in reasons.pop("m128n64s2w4")
+    assert reasons.pop("m128n96s2w8") == "77824 registers for 256 threads, and an SM has 65536"
+    assert reasons.pop("m128n96s2w4") == "spills 8 bytes"
+    assert reasons.pop("m64n1024s2w4") == "532480 bytes of shared memory, and a block has 232448"
+    assert reasons == {}
+    assert row["line"].startswith('_sm80(64, False, 64, 64, 4, "')
+    assert f" for {NOW} (TFLOP/s, " in row["line"]
+    assert row["line"].endswith('fp16 B 1 S 64 H 1 D 64 causal)"),')
+    for text in (f"{NOW} *", "2.00x", "m64n1024s2w4       not timed: 532480 bytes", row["line"]):
+        assert text in result.stderr
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+def test_a_tile_that_is_wrong_ends_in_exit_code_1(tuning):
+    tuning.wrong = ("m64n64s2w4",)
+    tuning.ms |= dict.fromkeys(("m128n64s2w4", "m128n64s2w8", "m128n96s2w4", "m128n96s2w8"), 4.5)
+    result = run(*TUNE, COLUMNS="60")
+    assert result.exit_code == 1
+    assert "m64n64s2w4         WRONG: error " in result.stdout
+    assert '_sm80(64, False, 128, 128, 4, "' in result.stdout  # the best of the others is what there is
+    assert all(len(line) <= 60 for line in result.stdout.splitlines() if "_sm80(" not in line)
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+def test_tuning_beside_a_peer(monkeypatch, tuning):
+    class Fast(peers.Standard):
+        name, place = "fast", "gpu"
+
+        def bind(self, case, inputs):
+            call = super().bind(case, inputs)
+            return lambda: tuning.calls.append("fast") or call()
+
+    monkeypatch.setattr(peers, "PEERS", (peers.CupyFlash(), Fast()))
+    monkeypatch.setattr(cli, "PEERS", peers.PEERS)
+    tuning.ms |= {"fast": 1.0}
+    result = run(*TUNE[:-1], "64x32", "--both", "--peers", "cupyflash,fast", "--json", "-")
+    assert result.exit_code == 0, result.output
+    header, *tiles = lines(result.stdout)
+    assert set(header["peers"]) == {"fast"}
+    assert [(tile["tile"], tile["ratio_to_peer"], tile["kernel"] is None) for tile in tiles[:3]] == [
+        ("fast", 1.0, True),
+        (NOW, 0.25, False),
+        ("m64n32s2w4", 0.2, False),
+    ]
+    assert "; fast " in tiles[3]["line"]
+    assert [tile["causal"] for tile in tiles] == [False] * 4 + [True] * 4
+
+
+@pytest.mark.usefixtures("small", "gpu_machine", "tuning")
+def test_a_family_that_has_no_row_for_the_case_is_a_mistake():
+    result = run(*TUNE, "--dim", "300")
+    assert result.exit_code == 2
+    assert "'--dim': no kernel for head_dim 300" in result.stderr
+    result = run("variants", "--tune", "--dtype", "fp32", "--family", "fwd_sm80")
+    assert result.exit_code == 2
+    assert "'--family': no kernel for float32" in result.stderr
+    assert "'fwd_x' is no family" in run(*TUNE, "--family", "fwd_x").stderr
+
+
+def test_tuning_without_a_gpu_says_why_in_one_line():
+    result = run("variants", "--tune")
+    assert result.exit_code == 3
+    assert result.stderr == "cupyflash-bench: --tune times kernels on a GPU: no NVIDIA driver, so no GPU\n"
 
 
 @pytest.mark.usefixtures("small")
