@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -167,17 +166,8 @@ class _Call(NamedTuple):
     host_vectors: tuple[int, ...]  # which operands are NumPy arrays beside GPU arrays
 
 
-def _prepare(kinds: list[arrays.Kind | None], *options: Any) -> _Call:
-    try:
-        return _prepare_once(tuple(kinds), *options)
-    except TypeError as e:
-        if isinstance(e, CupyflashError):
-            raise
-        return _prepare_once.__wrapped__(tuple(kinds), *options)  # an option that cannot be hashed is a wrong one: let its check name it
-
-
-@functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is not True to `causal`
-def _prepare_once(
+@arrays.cached_by_kinds
+def _prepare(
     kinds: tuple[arrays.Kind | None, ...],
     layout: str,
     causal: Causal,
@@ -187,8 +177,7 @@ def _prepare_once(
     out_dtype: str | None,
     return_lse: bool,
 ) -> _Call:
-    """Check and plan a call; cached, since a model makes the same calls over and over. Views here have no owner, and no address but its
-    alignment."""
+    """Check and plan a call. Views here have no owner, and no address but its alignment."""
     given = {name: ArrayView(*kind, None) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
     arrays.check_together(given)
     like = given["q"]

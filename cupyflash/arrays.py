@@ -12,12 +12,12 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cupyflash.errors import ArgumentError, DeviceError, DtypeError, SetupError, ShapeError, StateError, UnsupportedError
+from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, SetupError, ShapeError, StateError, UnsupportedError
 
 HOST = -1  # device_id of arrays in host memory
 
@@ -40,6 +40,25 @@ class ArrayView(NamedTuple):
 
 
 Kind = tuple[int, tuple[int, ...], tuple[int, ...], str, int, str]  # an ArrayView without owner, its address modulo 16
+Prepared = TypeVar("Prepared")
+
+
+def cached_by_kinds(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
+    """`prepare(kinds, *options)`, cached, since a model makes the same calls over and over; kinds are given as any sequence."""
+    cached = functools.lru_cache(maxsize=1024, typed=True)(prepare)  # typed: 1 is not True to `causal`
+
+    @functools.wraps(prepare)
+    def prepared(kinds: Iterable[Kind | None], *options: Any) -> Prepared:
+        kinds = tuple(kinds)
+        try:
+            return cached(kinds, *options)
+        except TypeError as e:
+            if isinstance(e, CupyflashError):
+                raise
+            return prepare(kinds, *options)  # an option that cannot be hashed is a wrong one: let its check name it
+
+    prepared.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return prepared
 
 
 def view(array: Any, name: str, stream: Any = None) -> ArrayView:
@@ -316,7 +335,7 @@ def check_out(name: str, array: Any, out: ArrayView, views: Mapping[str, ArrayVi
         raise ShapeError(f"{name} has strides {out.strides}: each must be positive, so that no two elements share a place")
     for other, view in views.items():
         if view is not None and other != name and _overlap(out, view):
-            raise ShapeError(f"{name} overlaps {other} in memory: the result would overwrite what is still read; pass another array")
+            raise ShapeError(f"{name} overlaps {other} in memory: each result needs memory of its own; pass another array")
 
 
 def _overlap(a: ArrayView, b: ArrayView) -> bool:

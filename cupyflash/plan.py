@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
-from cupyflash.problem import AttentionProblem
+from cupyflash.problem import AttentionProblem, BackwardProblem
 from cupyflash.variants import FORWARD, MAX_HEAD_DIM, PLAIN, FwdConfig, Row, SimpleConfig, Variant
 
 
@@ -33,9 +33,7 @@ class Plan(NamedTuple):
 def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     """The plan of one forward call; UnsupportedError where no variant serves it."""
     p = problem
-    if max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
-        name, dim = ("head_dim", p.head_dim) if p.head_dim > MAX_HEAD_DIM else ("head_dim_v", p.head_dim_v)
-        raise UnsupportedError(f"no kernel for {name} {dim}: {MAX_HEAD_DIM} is the largest for forward and backward")
+    _check_head_dims(p)
     args = tuple(name for name, used in _buffers(p).items() if used)
     if device.arch == "host":
         variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
@@ -44,6 +42,25 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
         return Plan(())  # a grid of 0 is an error to the driver
     variant, why = _choose(p, device)
     return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, why),))
+
+
+@functools.lru_cache(maxsize=4096)
+def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
+    """The plan of one backward call; UnsupportedError where no variant serves it."""
+    p = problem.forward
+    _check_head_dims(p)
+    if device.arch == "host":
+        variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
+        return Plan((Step(variant, (1, 1, 1), 0, 0, (), "the arrays are in host memory"),))
+    raise UnsupportedError(
+        "attention_backward has no kernel yet for arrays in GPU memory", ("cupy.asnumpy(x) and tensor.cpu() give arrays that work",)
+    )
+
+
+def _check_head_dims(p: AttentionProblem) -> None:
+    if max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
+        name, dim = ("head_dim", p.head_dim) if p.head_dim > MAX_HEAD_DIM else ("head_dim_v", p.head_dim_v)
+        raise UnsupportedError(f"no kernel for {name} {dim}: {MAX_HEAD_DIM} is the largest for forward and backward")
 
 
 def _choose(p: AttentionProblem, device: DeviceSpec) -> tuple[Variant, str]:
