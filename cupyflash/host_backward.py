@@ -190,6 +190,8 @@ def _one_tile(
     rP = np.exp(rS, out=rS)
     if hidden is not None:
         np.copyto(rP, 0, where=hidden)
+        if cap_slope is not None:
+            np.copyto(cap_slope, 0, where=hidden)
     dv = host.weigh(rP.swapaxes(-1, -2), rdO, visible_t) if g.dv is not None else None
     if g.dq is g.dk is g.dbias is g.dalibi_slopes is None:
         return _Part(None, dv, None, None)
