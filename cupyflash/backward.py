@@ -9,6 +9,7 @@ from cupyflash import arrays, host_backward, plan
 from cupyflash.api import attention
 from cupyflash.arrays import ArrayView
 from cupyflash.device import query
+from cupyflash.errors import ArgumentError
 from cupyflash.keywords import names_foreign_keywords
 from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
 
@@ -96,8 +97,13 @@ def attention_backward(
     >>> grads.dq.shape, grads.dsink.shape, grads.dbias
     ((1, 64, 8, 32), (8,), None)
     """
+    if lse is None:
+        raise ArgumentError("lse is None: `attention` returns it with return_lse=True")
     given = (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, dout, lse, dlse, dq, dk, dv)
-    views = [None if array is None else arrays.view(array, name, stream) for array, name in zip(given, _NAMES, strict=True)]
+    views = [
+        None if array is None and name not in _REQUIRED else arrays.view(array, name, stream)
+        for array, name in zip(given, _NAMES, strict=True)
+    ]
     like: Any = views[0]
     window = tuple(window_size) if isinstance(window_size, list) else window_size
     names = tuple(wrt) if isinstance(wrt, list) else wrt
@@ -114,7 +120,6 @@ def attention_backward(
     return Gradients(**{name: arrays.give_back(x, like) if targets.get(name) is None else targets[name] for name, x in results.items()})
 
 
-@names_foreign_keywords
 def attention_vjp(
     q: Any, k: Any, v: Any, /, *, wrt: Sequence[str] = ("q", "k", "v"), deterministic: bool = False, **options: Any
 ) -> tuple[Any, Callable[..., Gradients]]:
@@ -156,6 +161,7 @@ def attention_vjp(
 
 
 _NAMES = (*Operands._fields, *BackwardOperands._fields[:6])
+_REQUIRED = frozenset({"q", "k", "v", "out", "dout"})
 
 
 class _Call(NamedTuple):
