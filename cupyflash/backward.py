@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cupyflash import arrays, host_backward, plan
+from cupyflash import arrays, host_backward, launch, params, plan
 from cupyflash.api import attention
-from cupyflash.arrays import ArrayView
-from cupyflash.device import query
+from cupyflash.arrays import HOST, ArrayView
+from cupyflash.device import DeviceSpec, query
 from cupyflash.errors import ArgumentError
 from cupyflash.keywords import names_foreign_keywords
 from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
@@ -84,8 +84,7 @@ def attention_backward(
 
     Raises
     ------
-    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`, before anything is computed. Arrays in GPU memory
-        have no kernel for this yet and are an UnsupportedError.
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`, before anything is computed.
 
     Examples
     --------
@@ -114,9 +113,19 @@ def attention_backward(
     for name, array in targets.items():
         if (target := by_name[name]) is not None:
             arrays.check_out(name, array, target, by_name)
+    if like.device_id != HOST:
+        launch.check_process()
     with arrays.on_stream(stream, views):
+        for name in call.host_vectors:
+            by_name[name] = arrays.to_device(by_name[name], like, name)  # type: ignore[arg-type]  # it is there
         results = {name: by_name.get(name) or arrays.empty(like, *made) for name, made in call.results}
-        _run_on_host(call, by_name, results)
+        if like.device_id == HOST:
+            _run_on_host(call, by_name, results)
+        else:
+            workspaces = {name: arrays.empty(like, (num_bytes,), "uint8") for name, num_bytes in call.plan.workspaces}
+            pointers = params.pointers([by_name[name] for name in Operands._fields], by_name["lse"])
+            rest = call.numbers[0] + params.backward_pointers({**by_name, **results, **workspaces}) + call.numbers[1]
+            launch.run(call.plan, pointers, rest, call.device, like.device_id, arrays.current_stream(like))
     return Gradients(**{name: arrays.give_back(x, like) if targets.get(name) is None else targets[name] for name, x in results.items()})
 
 
@@ -171,8 +180,12 @@ class _Call(NamedTuple):
     operands: Operands
     more: BackwardOperands
     results: tuple[tuple[str, tuple[tuple[int, ...], str, tuple[int, ...] | None]], ...]  # (name, (shape, dtype, order of axes))
+    plan: plan.Plan
+    device: DeviceSpec
+    numbers: tuple[bytes, bytes]  # of the forward's part of the kernels' argument, and of the rest
     layout: str
     like: ArrayView  # q
+    host_vectors: tuple[str, ...]  # which operands are NumPy arrays beside GPU arrays
 
 
 @arrays.cached_by_kinds
@@ -190,6 +203,9 @@ def _prepare(
     given = {name: ArrayView(*kind, None) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
     arrays.check_together(given)
     like = given["q"]
+    host_vectors = tuple(name for name, view in given.items() if view.device_id != like.device_id)
+    for name in host_vectors:  # they are copied to the device in C order
+        given[name] = given[name]._replace(strides=arrays.strides_of(given[name].shape, None))
     problem, operands, more = dense_backward(
         Operands(*[given.get(name) for name in Operands._fields]),
         BackwardOperands(*[given.get(name) for name in _NAMES[len(Operands._fields) :]]),
@@ -201,12 +217,18 @@ def _prepare(
         softmax_scale=softmax_scale,
         softcap=softcap,
     )
-    plan.backward(problem, query(like.device_id))
-    results = tuple(
-        (f"d{name}", (given[name].shape, given[name].dtype, arrays.storage_order(given[name]) if name in ("q", "k", "v") else None))
-        for name in problem.wrt
-    )
-    return _Call(problem, operands, more, results, layout, like)
+    results = []
+    for name in problem.wrt:
+        x = given[name]
+        order = arrays.storage_order(x) if name in ("q", "k", "v") else None
+        results.append((f"d{name}", (x.shape, x.dtype, order)))
+        if getattr(more, f"d{name}") is None:
+            fresh = x._replace(strides=arrays.strides_of(x.shape, order))
+            more = more._replace(**{f"d{name}": gradient_axes(f"d{name}", fresh, layout, like)})
+    device = query(like.device_id)
+    schedule = plan.backward(problem, device)
+    numbers = params.numbers(problem.forward, operands), params.backward_numbers(problem, more)
+    return _Call(problem, operands, more, tuple(results), schedule, device, numbers, layout, like, host_vectors)
 
 
 def _run_on_host(call: _Call, views: dict[str, ArrayView | None], results: dict[str, ArrayView]) -> None:

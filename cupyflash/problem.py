@@ -98,6 +98,8 @@ class BackwardProblem(NamedTuple):
     wrt: tuple[str, ...]  # which gradients: names of DIFFERENTIABLE that are arguments of the call, in its order
     dlse: bool = False  # a gradient arrives through the LSE
     deterministic: bool = False
+    bias_shape: tuple[int, ...] = ()  # of dbias, with four axes: 1 where it is summed
+    slopes_batch: int = 1  # of dalibi_slopes: 1 where one slope serves all batches
 
 
 class BackwardOperands(NamedTuple):
@@ -204,7 +206,7 @@ def dense_backward(
     out = arrays.out
     if out.dtype not in ITEMSIZE:
         raise DtypeError(f"out is {out.dtype}: it must be what `attention` returned, of {', '.join(ITEMSIZE)}")
-    problem, operands = dense(arrays, layout=layout, out_dtype=out.dtype, return_lse=True, **options)
+    problem, operands = dense(arrays, layout=layout, out_dtype=out.dtype, **options)
     if more.dout.dtype != out.dtype:
         raise DtypeError(f"dout is {more.dout.dtype} and out is {out.dtype}: both must have one dtype")
     dout = to_bshd(more.dout, "dout", layout, arrays.q, dense_last=False)
@@ -225,7 +227,14 @@ def dense_backward(
         results[f"d{name}"] = result
     aligned16 = problem.aligned16 and dout.strides[-1] == 1 and _aligned16(dout, *results.values())
     used = tuple(name for name in DIFFERENTIABLE if name in names and getattr(arrays, name) is not None)
-    asked = BackwardProblem(problem._replace(aligned16=aligned16), used, dlse is not None, bool(deterministic))
+    asked = BackwardProblem(
+        forward=problem._replace(aligned16=aligned16),
+        wrt=used,
+        dlse=dlse is not None,
+        deterministic=bool(deterministic),
+        bias_shape=(1,) * (4 - len(arrays.bias.shape)) + arrays.bias.shape if "bias" in used else (),
+        slopes_batch=problem.batch if "alibi_slopes" in used and len(arrays.alibi_slopes.shape) == 2 else 1,
+    )
     return asked, operands, BackwardOperands(dout, lse, dlse, **results)
 
 

@@ -25,15 +25,8 @@ ALLOWED = {
     # device, params: what a cached call holds; jit, variants: what `warmup` compiles
     "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants"},
     "arrays": set(),
-    "backward": {
-        "api",
-        "arrays",
-        "problem",
-        "plan",
-        "host_backward",
-        "device",
-        "keywords",
-    },  # api: `attention_vjp` begins with a forward call
+    # api: a vjp begins with a forward call; the rest as api
+    "backward": {"api", "arrays", "problem", "plan", "launch", "host_backward", "device", "keywords", "params"},
     "device": {"environment"},  # how to get CuPy and NVRTC
     "environment": set(),
     "explain": {"plan"},
