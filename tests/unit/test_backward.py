@@ -194,6 +194,15 @@ def test_jax_cpu_arrays(rng: np.random.Generator) -> None:
         cupyflash.attention_backward(*there, dq=there[1])
 
 
+def test_a_dout_that_runs_backwards(rng: np.random.Generator) -> None:
+    dout, *given = arrays(rng)
+    turned = dout[:, ::-1, :, ::-1]
+    for grad, same in zip(
+        cupyflash.attention_backward(turned, *given)[:3], cupyflash.attention_backward(turned.copy(), *given)[:3], strict=True
+    ):
+        np.testing.assert_allclose(grad, same, rtol=1e-5, atol=1e-6)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     sizes=st.tuples(

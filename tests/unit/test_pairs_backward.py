@@ -50,12 +50,13 @@ def gradient_of_out(x, storage, layout):
     return x.transpose(["bshd".index(axis) for axis in layout])
 
 
-def poison_unused(case, options, q, k, v, out, dout):
+def poison_unused(case, options, q, k, v, out, dout, rows):
     """NaN wherever no row reads: past the used lengths, and in keys that the mask hides from all."""
     for b, used in enumerate(options.get("seqused_k", ())):
         k[b, used:] = v[b, used:] = np.nan
     for b, used in enumerate(options.get("seqused_q", ())):
-        q[b, used:] = out[b, used:] = dout[b, used:] = np.nan
+        for x in (q, out, dout, *(vector.swapaxes(1, 2) for vector in rows)):
+            x[b, used:] = np.nan
     if case["mask"] in ("k", "b11k"):
         hidden = ~np.broadcast_to(options["mask"], (len(k), 1, 1, case["Sk"]))[:, 0, 0]
         k[hidden] = v[hidden] = np.nan
@@ -76,12 +77,12 @@ def test_gradients_of_pair(case, rng):
     dout = gradient_of_out(rng.standard_normal(out.shape).astype(dtype), case["dout"], "bshd").copy()
     dlse = rng.standard_normal(lse.shape).astype(lse_dtype) if case["dlse"] else None
     empty = in_layout((lse == -np.inf).swapaxes(1, 2)[..., None])[..., 0]  # rows that see no key
-    if case["ndim"] == 3:
-        lse, dlse = lse[0], None if dlse is None else dlse[0]
-    expected = reference.attention_backward(in_layout(dout), *clean, dlse=dlse, **options)
-    standard = standard_gradients(in_layout(dout), *clean, dlse=dlse, dtype=dtype, **options)
+    flat = (lambda x: None if x is None else x[0]) if case["ndim"] == 3 else (lambda x: x)
+    expected = reference.attention_backward(in_layout(dout), *clean, dlse=flat(dlse), **options)
+    standard = standard_gradients(in_layout(dout), *clean, dlse=flat(dlse), dtype=dtype, **options)
 
-    poison_unused(case, options, q, k, v, out, dout)
+    poison_unused(case, options, q, k, v, out, dout, [lse] if dlse is None else [lse, dlse])
+    lse, dlse = flat(lse), flat(dlse)
     views = [gradient_of_out(dout, case["dout"], layout), *(stored(x, case["storage"], layout) for x in (q, k, v, out))]
     if case["ndim"] == 3:
         views = [x.squeeze(layout.index("b")) for x in views]

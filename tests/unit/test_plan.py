@@ -180,6 +180,18 @@ def test_supports_answers_with_the_reason_of_the_error() -> None:
         cupyflash.supports(head_dim=64, is_causal=True)  # type: ignore[call-arg]
 
 
+def test_supports_answers_for_backward_calls() -> None:
+    answer = cupyflash.supports(
+        head_dim=64, dtype="bfloat16", device="sm_90a", sink=True, bias=True, wrt=("q", "bias", "sink", "alibi_slopes")
+    )
+    assert answer.reason.startswith("bwd_simple__bf16_d64__w4__bias_sinkf32: ")
+    assert [v.family for v in answer.variants] == ["bwd_delta", "bwd_simple", "bwd_sum"]
+    assert cupyflash.supports(head_dim=64, wrt=["q"]).reason.startswith("host__")
+    assert cupyflash.supports(head_dim=300, wrt=["q"]).reason == cupyflash.supports(head_dim=300).reason
+    assert "wrt=('p',) must be a tuple of names" in cupyflash.supports(head_dim=64, wrt=("p",)).reason
+    assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_simple__")
+
+
 def test_specs_are_what_the_architectures_have() -> None:
     assert KNOWN["90a"].capability == 90
     assert HOST_SPEC.capability == 0
