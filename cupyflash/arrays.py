@@ -140,7 +140,7 @@ def _view_torch(tensor: Any, name: str) -> ArrayView:
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise UnsupportedError(
             f"{name} requires grad, and gradients through torch are not built yet: a result without them would lose them silently",
-            (f"pass {name}.detach(), or call inside torch.no_grad()",),
+            (f"pass {name}.detach(), or call inside torch.no_grad(); cupyflash.attention_vjp gives gradients",),
         )
     device_id = tensor.get_device()  # -1 in host memory
     if not (tensor.is_cpu if device_id == HOST else tensor.is_cuda):

@@ -69,16 +69,11 @@ def attention_backward(problem: BackwardProblem, a: Operands, g: BackwardOperand
                 jobs = list(_jobs(p, geometry, n, used_q, used_k))
                 dk, dv = (np.zeros((p.batch, p.num_heads_kv, n.stop - n.start, dim), rows.lse.dtype) for dim in (p.head_dim, p.head_dim_v))
                 for ((b, h, m), keys), part in zip(jobs, run(compute, jobs), strict=True):
-                    heads = _query_heads(p, h)
-                    for total, summand in ((dk, part.dk), (dv, part.dv)):
-                        if summand is not None:
-                            total[b, h, : keys.stop - keys.start] += summand
-                    if dbias is not None:
-                        dbias[tuple(s if size > 1 else slice(1) for s, size in zip((b, heads, m, keys), dbias.shape, strict=True))] += (
-                            part.dbias
-                        )
-                    if part.dalibi_slopes is not None:
-                        dslopes[b, heads] += part.dalibi_slopes
+                    heads, inside = _query_heads(p, h), slice(keys.stop - keys.start)
+                    _add(dk, (b, h, inside), part.dk)
+                    _add(dv, (b, h, inside), part.dv)
+                    _add(dbias, (b, heads, m, keys), part.dbias)
+                    _add(dslopes, (b, heads), part.dalibi_slopes)
                 for result, total in ((g.dk, dk), (g.dv, dv)):
                     if result is not None:
                         host.store(result[:, n], total.transpose(0, 2, 1, 3), p.dtype)
@@ -113,6 +108,12 @@ def _accumulator(result: Array | None, dtype: str | None, rows: _Rows) -> Any:
         return np.zeros(result.shape, rows.lse.dtype)
     result[...] = 0
     return result
+
+
+def _add(total: Any, place: tuple[slice, ...], part: Array | None) -> None:
+    """Add a tile's part where it belongs; an axis that is summed has size 1."""
+    if part is not None:
+        total[tuple(slice(1) if size == 1 else where for where, size in zip(place, total.shape, strict=False))] += part
 
 
 class _Geometry(NamedTuple):
