@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from test_strides import ORDERS, STEPS, view
 
 import cupyflash
-from cupyflash import ArgumentError, DtypeError, Gradients, ShapeError, UnsupportedError, backward, host, reference
+from cupyflash import ArgumentError, DtypeError, Gradients, ShapeError, UnsupportedError, backward, host, params, reference
+from cupyflash.device import KNOWN
 
 F32 = np.float32
 
@@ -229,6 +230,34 @@ def test_a_view_has_the_gradients_of_its_copy(sizes: Any, orders: Any, steps: An
     assert grads.dk is dk
     for grad, same in zip(grads[:3], expected[:3], strict=True):
         np.testing.assert_allclose(grad, same, rtol={"float16": 2e-3, "float32": 1e-4, "float64": 1e-12}[dtype], atol=1e-5)
+
+
+def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument of the kernels holds each array and workspace under its name; arrays in host memory stand in for those on a GPU."""
+    launched: list[Any] = []
+    monkeypatch.setattr(backward, "HOST", None)
+    monkeypatch.setattr(backward, "query", lambda device_id: KNOWN["90a"])
+    monkeypatch.setattr(backward.launch, "check_process", lambda: None)
+    monkeypatch.setattr(backward.launch, "run", lambda *given: launched.append(given))
+    monkeypatch.setattr(backward.arrays, "current_stream", lambda like: 7)
+    dout, q, k, v, out, lse = arrays(rng, sq=6, sk=9)
+    bias, slopes, dk = rng.standard_normal((6, 9)).astype(F32), np.ones((2, 4), F32), np.empty((2, 2, 9, 8), F32).swapaxes(1, 2)
+    options: dict[str, Any] = {"bias": bias, "alibi_slopes": slopes, "causal": True, "wrt": ("q", "k", "bias", "alibi_slopes"), "dk": dk}
+    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **options)
+    assert grads.dk is dk
+    ((schedule, pointers, numbers, spec, _, stream),) = launched
+    assert [step.variant.family for step in schedule.steps] == ["bwd_delta", "bwd_simple", "bwd_sum"]
+    assert (spec, stream) == (KNOWN["90a"], 7)
+    names = [name for name, _ in params.BACKWARD_FIELDS]
+    packed = dict(zip(names, params.BACKWARD.unpack(params.POINTERS.pack(*pointers) + numbers), strict=True))
+    known = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": grads.dq, "dk": dk, "dbias": grads.dbias, "bias": bias}
+    assert {name: packed[name] for name in known} == {name: x.ctypes.data for name, x in known.items()}
+    assert packed["dalibi_slopes"] == grads.dalibi_slopes.ctypes.data
+    assert [packed[name] for name in ("dv", "dlse", "dsink", "row_sink", "sink")] == [0] * 5
+    assert all(packed[name] for name in ("row_lse", "row_delta", "row_slope"))
+    assert [packed[f"dk_stride_{axis}"] for axis in ("batch", "seq", "head")] == [144, 8, 72]
+    assert [packed[name] for name in ("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch")] == [1, 1, 6, 9, 2]
+    assert (packed["window_right"], packed["seqlen_q"], packed["seqlen_k"]) == (0, 6, 9)
 
 
 # --- how it runs -----------------------------------------------------------------------------------------------------------------------
