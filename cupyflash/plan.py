@@ -76,7 +76,10 @@ def _by_rows(variant: Variant, family: str, *flags: str) -> Variant:
 
 def _blocks_of(variant: Variant, warps: int) -> int:
     assert isinstance(variant.config, SimpleConfig)
-    return -(-warps // variant.config.warps)
+    blocks = -(-warps // variant.config.warps)
+    if blocks >= 1 << 31:
+        raise UnsupportedError(f"{variant.name} would need {blocks} blocks and a grid has 2^31 - 1", ("calls on fewer heads or batches",))
+    return blocks
 
 
 def _check_head_dims(p: AttentionProblem) -> None:

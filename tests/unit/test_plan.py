@@ -130,6 +130,13 @@ def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
     assert backward(("alibi_slopes",), {"slopes_batch": 2}, alibi=True).steps[-1].grid[0] == 16 // 4
 
 
+def test_a_dbias_that_passes_the_longest_grid_is_refused() -> None:
+    with pytest.raises(
+        cupyflash.UnsupportedError, match=r"bwd_simple__.* would need \d+ blocks and a grid has 2\^31 - 1; calls on fewer heads"
+    ):
+        backward(("bias",), {"bias_shape": (1, 8, 1 << 16, 1 << 16)}, bias="bfloat16", seqlen_q=1 << 16, seqlen_k=1 << 16)
+
+
 def test_an_empty_backward_launches_what_writes_zeros() -> None:
     families = [step.variant.family for step in backward(seqlen_q=0).steps]
     assert families == ["bwd_simple"]  # dk and dv
