@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,19 @@ from cupyflash.arrays import HOST, ArrayView
 from cupyflash.device import HOST_SPEC, DeviceSpec, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from cupyflash.keywords import names_foreign_keywords
-from cupyflash.problem import ITEMSIZE, AttentionProblem, Causal, Operands, Window, dense, pack_heads, to_bshd
+from cupyflash.problem import (
+    DIFFERENTIABLE,
+    ITEMSIZE,
+    AttentionProblem,
+    BackwardProblem,
+    Causal,
+    Operands,
+    Window,
+    dense,
+    differentiated,
+    pack_heads,
+    to_bshd,
+)
 from cupyflash.variants import Variant
 
 
@@ -169,17 +180,8 @@ class _Call(NamedTuple):
     host_vectors: tuple[int, ...]  # which operands are NumPy arrays beside GPU arrays
 
 
-def _prepare(kinds: list[arrays.Kind | None], *options: Any) -> _Call:
-    try:
-        return _prepare_once(tuple(kinds), *options)
-    except TypeError as e:
-        if isinstance(e, CupyflashError):
-            raise
-        return _prepare_once.__wrapped__(tuple(kinds), *options)  # an option that cannot be hashed is a wrong one: let its check name it
-
-
-@functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is not True to `causal`
-def _prepare_once(
+@arrays.cached_by_kinds
+def _prepare(
     kinds: tuple[arrays.Kind | None, ...],
     layout: str,
     causal: Causal,
@@ -189,8 +191,7 @@ def _prepare_once(
     out_dtype: str | None,
     return_lse: bool,
 ) -> _Call:
-    """Check and plan a call; cached, since a model makes the same calls over and over. Views here have no owner, and no address but its
-    alignment."""
+    """Check and plan a call. Views here have no owner, and no address but its alignment."""
     given = {name: ArrayView(kind[0], *kind[1], None) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
     arrays.check_together(given)
     like = given["q"]
@@ -319,6 +320,7 @@ def supports(
     seqused_k: bool = False,
     out_dtype: str | None = None,
     return_lse: bool = False,
+    wrt: Sequence[str] = (),
 ) -> Support:
     """Whether `attention` computes such a call, without arrays and without a GPU; the same checks and tables decide both.
 
@@ -330,6 +332,7 @@ def supports(
     device : "host", "cuda" for the current GPU, or an architecture as "sm_80", "sm_90a".
     bias, mask, alibi_slopes, sink, seqused_q, seqused_k : whether the call has such an array.
     causal, window_size, softmax_scale, softcap, return_lse : as in `attention`.
+    wrt : with names, as in `attention_backward`, the question is about that call.
 
     Returns
     -------
@@ -369,12 +372,14 @@ def supports(
             out_dtype=out_dtype,
             return_lse=return_lse,
         )
-        schedule = plan.forward(problem, named(device))
+        names = tuple(name for name in DIFFERENTIABLE if name in differentiated(wrt) and name in views)
+        gradients = BackwardProblem(problem._replace(write_lse=False), names, bias_shape=(1, 1, seqlen_q, sk) if "bias" in names else ())
+        schedule = plan.backward(gradients, named(device)) if wrt else plan.forward(problem, named(device))
     except UnsupportedError as e:
         return Support(False, e.reason, e.alternatives)
     except CupyflashError as e:
         return Support(False, str(e))
-    step = schedule.steps[0] if schedule.steps else None
+    step = schedule.steps[:2][-1] if schedule.steps else None  # the second of a backward is the one that a table chose
     variants = tuple(step.variant for step in schedule.steps)
     return Support(True, f"{step.variant.name}: {step.why}" if step else "nothing is to be computed", (), variants)
 
@@ -391,7 +396,7 @@ class Report(NamedTuple):
 
 @names_foreign_keywords
 def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str | None = None) -> list[Report]:
-    """Compile ahead what calls of `attention` will need: for the current GPU, or for another one on a machine without any.
+    """Compile ahead what calls of `attention` and `attention_backward` will need: for the current GPU, or for another one without any.
 
     A kernel is compiled at the first call that needs it, which takes up to some seconds and raises StateError inside a stream capture.
     This compiles on all cores, into files of the cache folder that every later process reads; for the current GPU it also loads them.
@@ -400,9 +405,10 @@ def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str 
 
     Parameters
     ----------
-    problems : the calls, each a dict of keywords as `supports` takes them, or one such dict. Lengths, batch and number of heads do not
-        matter, but seqlen_q=1 drops what a single query makes pointless, as causal. Arrays are taken as contiguous, a bias as of q's dtype
-        and a sink as float32: rows that do not start at multiples of 16 bytes, and other dtypes of these two, are other kernels.
+    problems : the calls, each a dict of keywords as `supports` takes them, or one such dict; with `wrt` it is a backward call. Lengths,
+        batch and number of heads do not matter, but seqlen_q=1 drops what a single query makes pointless, as causal. Arrays are taken as
+        contiguous, a bias as of q's dtype and a sink as float32: rows that do not start at multiples of 16 bytes, and other dtypes of these
+        two, are other kernels.
     arch : None for the current GPU, else an architecture as "sm_80", "sm_90a".
 
     Returns

@@ -12,12 +12,12 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cupyflash.errors import ArgumentError, DeviceError, DtypeError, SetupError, ShapeError, StateError, UnsupportedError
+from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, SetupError, ShapeError, StateError, UnsupportedError
 
 HOST = -1  # device_id of arrays in host memory
 
@@ -41,6 +41,25 @@ class ArrayView(NamedTuple):
 
 Kind = tuple[int, tuple[tuple[int, ...], tuple[int, ...], str, int, str]]  # the address modulo 16; the fields between ptr and owner
 _new: Any = tuple.__new__  # an ArrayView of a tuple in 0.1 us, where the class called by its name takes 0.3: three or four a call
+Prepared = TypeVar("Prepared")
+
+
+def cached_by_kinds(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
+    """`prepare(kinds, *options)`, cached, since a model makes the same calls over and over; kinds are given as any sequence."""
+    cached = functools.lru_cache(maxsize=1024, typed=True)(prepare)  # typed: 1 is not True to `causal`
+
+    @functools.wraps(prepare)
+    def prepared(kinds: Iterable[Kind | None], *options: Any) -> Prepared:
+        kinds = tuple(kinds)
+        try:
+            return cached(kinds, *options)
+        except TypeError as e:
+            if isinstance(e, CupyflashError):
+                raise
+            return prepare(kinds, *options)  # an option that cannot be hashed is a wrong one: let its check name it
+
+    prepared.cache_clear, prepared.cache_info = cached.cache_clear, cached.cache_info  # type: ignore[attr-defined]
+    return prepared
 
 
 def view(array: Any, name: str, stream: Any = None) -> ArrayView:
@@ -124,7 +143,7 @@ def _view_torch(tensor: Any, name: str) -> ArrayView:
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise UnsupportedError(
             f"{name} requires grad, and gradients through torch are not built yet: a result without them would lose them silently",
-            (f"pass {name}.detach(), or call inside torch.no_grad()",),
+            (f"pass {name}.detach(), or call inside torch.no_grad(); cupyflash.attention_vjp gives gradients",),
         )
     device_id = tensor.get_device()  # -1 in host memory
     if not (tensor.is_cpu if device_id == HOST else tensor.is_cuda):
@@ -320,7 +339,7 @@ def check_out(name: str, array: Any, out: ArrayView, views: Mapping[str, ArrayVi
         raise ShapeError(f"{name} has strides {out.strides}: each must be positive, so that no two elements share a place")
     for other, view in views.items():
         if view is not None and other != name and _overlap(out, view):
-            raise ShapeError(f"{name} overlaps {other} in memory: the result would overwrite what is still read; pass another array")
+            raise ShapeError(f"{name} overlaps {other} in memory: each result needs memory of its own; pass another array")
 
 
 def _overlap(a: ArrayView, b: ArrayView) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
-from cupyflash.params import FORWARD
+from cupyflash.params import BACKWARD, FORWARD
 from cupyflash.variants import FwdConfig, Sm90Config, Variant
 
 
@@ -134,7 +134,8 @@ def _wgmma(variant: Variant) -> tuple[str, str]:
 
 def _checks(variant: Variant) -> str:
     """Drift between the languages is a compile error."""
-    checks = [f'static_assert(sizeof(cupyflash::ForwardParams) == {FORWARD.size}, "params.py and params.cuh differ");']
+    sizes = {"ForwardParams": FORWARD.size, "BackwardParams": BACKWARD.size}
+    checks = [f'static_assert(sizeof(cupyflash::{name}) == {size}, "params.py and params.cuh differ");' for name, size in sizes.items()]
     if variant.smem_bytes:
         checks.append(f'static_assert(sizeof(cupyflash::Smem<Config>) == {variant.smem_bytes}, "variants.py and Smem differ");')
     return "\n".join(checks)

@@ -13,7 +13,7 @@ from cupyflash import jit, tensormap
 from cupyflash.device import DeviceSpec
 from cupyflash.environment import load_cupy
 from cupyflash.errors import LaunchError, StateError
-from cupyflash.params import FORWARD, POINTERS
+from cupyflash.params import BACKWARD, POINTERS
 from cupyflash.plan import Plan
 
 
@@ -21,7 +21,7 @@ class _Scratch(threading.local):
     """One thread's parameter buffer, and the devices whose context it has made current. The driver copies parameters before it returns."""
 
     def __init__(self) -> None:
-        buffer = (ctypes.c_char * FORWARD.size)()
+        buffer = (ctypes.c_char * BACKWARD.size)()  # the largest, which begins with the forward's
         self.buffer = memoryview(buffer).cast("B")  # it holds `buffer`
         maps = (ctypes.c_char * (4 * tensormap.MAP_BYTES))()
         self.maps_address = -(-ctypes.addressof(maps) // tensormap.MAP_BYTES) * tensormap.MAP_BYTES
@@ -39,8 +39,8 @@ _first_process: int | None = None
 def run(plan: Plan, pointers: Sequence[int], numbers: bytes, maps: bytes, spec: DeviceSpec, device_id: int, stream: int) -> None:
     """Queue the plan's kernels on `stream` of the device; the caller's current device is left as it was.
 
-    `pointers` and `numbers` are the two parts of the parameter struct, as params.py makes them; `maps` are the tensor maps of q, k and v
-    without their addresses, or nothing.
+    `pointers` and `numbers` are the two parts of the parameter struct, as params.py makes them; for a backward call the pointers of the
+    forward's part, and all that follows them. `maps` are the tensor maps of q, k and v without their addresses, or nothing.
     """
     driver, runtime = _cuda()
     scratch = _scratch
@@ -59,7 +59,7 @@ def run(plan: Plan, pointers: Sequence[int], numbers: bytes, maps: bytes, spec: 
             kernel = jit.load(variant, spec.arch, device_id, stream)
             buffer = scratch.buffer
             POINTERS.pack_into(buffer, 0, *pointers)
-            buffer[POINTERS.size :] = numbers
+            buffer[POINTERS.size : POINTERS.size + len(numbers)] = numbers
             try:
                 driver.launchKernel(kernel.handle, x, y, z, threads, 1, 1, smem_bytes, stream, scratch.address, 0)
             except driver.CUDADriverError as e:

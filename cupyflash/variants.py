@@ -12,7 +12,7 @@ MAX_HEAD_DIM = 256
 
 
 class SimpleConfig(NamedTuple):
-    """`fwd_simple`: one warp computes one query row; `warps` of them share a block only to fill the SM."""
+    """`fwd_simple` and its like: one warp computes one row of a result; `warps` of them share a block only to fill the SM."""
 
     warps: int
 
@@ -59,7 +59,8 @@ Config = SimpleConfig | FwdConfig | Sm90Config
 
 
 class Variant(NamedTuple):
-    """head_dim and head_dim_v are the widths of the tiles: the true ones, rounded up to what the family computes in."""
+    """head_dim and head_dim_v are the widths of the tiles: the true ones, rounded up to what the family computes in; 0 for a kernel whose
+    code does not depend on them."""
 
     family: str
     dtype: str
@@ -72,7 +73,7 @@ class Variant(NamedTuple):
     def name(self) -> str:
         """The name everywhere: errors, test ids, bench rows, profiles. Family, data, tile, flags that are on."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        parts = [self.family, f"{_SHORT[self.dtype]}_{dims}"]
+        parts = [self.family, f"{_SHORT[self.dtype]}_{dims}" if self.head_dim else _SHORT[self.dtype]]
         if self.config is not None:
             parts.append(self.config.tile)
         if self.flags:
@@ -161,4 +162,9 @@ FORWARD = (
     _sm80(128, True, 64, 64, 4, "the most that all options together leave without spills"),
     _sm80(256, True, 64, 32, 4, "the same at 256; 96 kB, for SMs of 100 kB as well"),
     Row("fwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
+)
+
+# The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for.
+BACKWARD = (
+    Row("bwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )

@@ -47,6 +47,14 @@ __device__ inline Acc score_step(const ForwardParams& p, const ScoreContext<C>& 
   return score;
 }
 
+// The derivative of the score by the scaled product: what the softcap does to it.
+template <class C, class Acc>
+__device__ inline Acc score_slope(const ForwardParams& p, Acc qk) {
+  if constexpr (!C::kSoftcap) return 1;
+  const Acc tanh = tanh_of(qk * static_cast<Acc>(p.softmax_scale) / static_cast<Acc>(p.softcap));
+  return 1 - tanh * tanh;
+}
+
 // Whether row i sees key j < used_k.
 template <class C>
 __device__ inline bool is_visible(const ForwardParams& p, const ScoreContext<C>& context, Sequence s, int i, int j) {

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from cupyflash import jit
+from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
-from cupyflash.variants import FORWARD, PLAIN, FwdConfig, Row, Variant
+from cupyflash.problem import AttentionProblem, BackwardProblem
+from cupyflash.variants import BACKWARD, FORWARD, PLAIN, FwdConfig, Row, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -53,7 +54,22 @@ def cases(row: Row) -> Iterator[Case]:
                     yield Case(variant, arch)
 
 
-CASES = [pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}") for row in FORWARD for case in cases(row)]
+def around(row: Row) -> Iterator[Case]:
+    """What runs before and after a kernel of the backward: with and without options, for the dtypes and one architecture."""
+    options = {"alibi": True, "bias": "float32", "sink": "float32", "seqused_k": True}
+    for dtype in row.dtypes:
+        for given, wrt in (({}, ("q",)), (options, ("q", "alibi_slopes", "sink"))):
+            p = AttentionProblem(dtype, dtype, 1, 8, 8, 1, 1, 64, 64, 0.125, **given)  # type: ignore[arg-type]
+            for step in plan.backward(BackwardProblem(p, wrt), KNOWN["90a"]).steps:
+                if step.variant.family != row.family:
+                    yield Case(step.variant, "90a")
+
+
+CASES = [
+    pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}")
+    for row in (*FORWARD, *BACKWARD)
+    for case in (*cases(row), *(around(row) if row in BACKWARD else ()))
+]
 
 
 def compiled(case: Case) -> Compiled:
@@ -90,9 +106,9 @@ def test_spills_are_explained_by_their_rows() -> None:
         assert "spill" in row.why
 
 
-def test_the_simple_kernel_compiles_for_each_architecture_that_nvrtc_knows() -> None:
+@pytest.mark.parametrize("row", [FORWARD[-1], BACKWARD[-1]], ids=lambda row: row.family)
+def test_the_simple_kernel_compiles_for_each_architecture_that_nvrtc_knows(row: Row) -> None:
     """Any GPU for which `device.query` has no error has a kernel."""
-    row = FORWARD[-1]
     archs = served()
     assert row.capability == 0
     assert {int(arch.rstrip("a")) for arch in KNOWN} <= set(archs)

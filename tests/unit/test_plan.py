@@ -15,7 +15,7 @@ import cupyflash
 from cupyflash import jit, params, plan, variants
 from cupyflash.arrays import ArrayView
 from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
-from cupyflash.problem import AttentionProblem, Operands
+from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, Operands
 from cupyflash.variants import FORWARD, FwdConfig, Variant
 
 
@@ -122,6 +122,54 @@ def test_arguments_are_the_buffers_in_use() -> None:
     assert plan.forward(problem(write_lse=True, mask=True), KNOWN["80"]).steps[0].args == ("q", "k", "v", "out", "lse", "mask")
 
 
+def backward(wrt: tuple[str, ...] = ("q", "k", "v"), more: dict[str, Any] | None = None, **fields: Any) -> plan.Plan:
+    return plan.backward(BackwardProblem(problem(**fields), wrt, **(more or {})), KNOWN["90a"])
+
+
+def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
+    rows, keys = 2 * 8 * 1000, 2 * 2 * 900
+    steps, workspaces = backward(window_right=0, softcap=2.0, out_dtype="float32")
+    assert [step.variant.name for step in steps] == [
+        "bwd_delta__bf16__w4__outfloat32",
+        "bwd_simple__bf16_d128__w4__causal_outfloat32_softcap",
+    ]
+    assert [step.grid[0] for step in steps] == [rows // 4, (rows + keys) // 4]
+    assert workspaces == (("row_lse", 4 * rows), ("row_delta", 4 * rows))
+    bias = {"bias_shape": (1, 8, 1000, 900)}
+    steps, workspaces = backward(("bias", "alibi_slopes", "sink"), bias, bias="bfloat16", alibi=True, sink="float32", dtype="float64")
+    assert [step.variant.name for step in steps][::2] == ["bwd_delta__f64__w4__sinkf32", "bwd_sum__f64__w4__alibi_sinkf32"]
+    assert [step.grid[0] for step in steps][1:] == [(rows + keys + 8 * 1000 * 900) // 4, 16 // 4]
+    assert workspaces == tuple((name, 8 * rows) for name in ("row_lse", "row_delta", "row_slope", "row_sink"))
+    assert backward(("alibi_slopes",), {"slopes_batch": 2}, alibi=True).steps[-1].grid[0] == 16 // 4
+
+
+def test_a_dbias_that_passes_the_longest_grid_is_refused() -> None:
+    with pytest.raises(
+        cupyflash.UnsupportedError, match=r"bwd_simple__.* would need \d+ blocks and a grid has 2\^31 - 1; calls on fewer heads"
+    ):
+        backward(("bias",), {"bias_shape": (1, 8, 1 << 16, 1 << 16)}, bias="bfloat16", seqlen_q=1 << 16, seqlen_k=1 << 16)
+
+
+def test_an_empty_backward_launches_what_writes_zeros() -> None:
+    families = [step.variant.family for step in backward(seqlen_q=0).steps]
+    assert families == ["bwd_simple"]  # dk and dv
+    assert backward(batch=0).steps == ()
+    assert [step.variant.family for step in backward(seqlen_k=0, sink="float32", wrt=("q", "sink")).steps] == [
+        "bwd_delta", "bwd_simple", "bwd_sum"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_supported_problem_has_a_backward(arch: str, dtype: str) -> None:
+    for d, dv in itertools.product((1, 33, 64, 256), repeat=2):
+        p = BackwardProblem(problem(dtype=dtype, head_dim=d, head_dim_v=dv), ("q",))
+        v = plan.backward(p, KNOWN[arch]).steps[1].variant
+        assert (v.head_dim >= d, v.head_dim_v >= dv) == (True, True)
+    with pytest.raises(cupyflash.UnsupportedError, match="256 is the largest for forward and backward"):
+        plan.backward(BackwardProblem(problem(head_dim=257), ("q",)), KNOWN[arch])
+
+
 def test_host_is_a_device_like_another() -> None:
     (step,) = plan.forward(problem(), HOST_SPEC).steps
     assert step.variant.family == "host"
@@ -152,6 +200,18 @@ def test_supports_answers_with_the_reason_of_the_error() -> None:
         cupyflash.supports(head_dim=64, is_causal=True)  # type: ignore[call-arg]
 
 
+def test_supports_answers_for_backward_calls() -> None:
+    answer = cupyflash.supports(
+        head_dim=64, dtype="bfloat16", device="sm_90a", sink=True, bias=True, wrt=("q", "bias", "sink", "alibi_slopes")
+    )
+    assert answer.reason.startswith("bwd_simple__bf16_d64__w4__bias_sinkf32: ")
+    assert [v.family for v in answer.variants] == ["bwd_delta", "bwd_simple", "bwd_sum"]
+    assert cupyflash.supports(head_dim=64, wrt=["q"]).reason.startswith("host__")
+    assert cupyflash.supports(head_dim=300, wrt=["q"]).reason == cupyflash.supports(head_dim=300).reason
+    assert "wrt=('p',) must be a tuple of names" in cupyflash.supports(head_dim=64, wrt=("p",)).reason
+    assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_simple__")
+
+
 def test_specs_are_what_the_architectures_have() -> None:
     assert KNOWN["90a"].capability == 90
     assert HOST_SPEC.capability == 0
@@ -161,13 +221,16 @@ def test_specs_are_what_the_architectures_have() -> None:
 # --- the parameter struct: two languages, one layout ----------------------------------------------------------------------------------
 
 
-def c_fields(text: str) -> list[tuple[str, str]]:
-    """(name, struct code) of each member of ForwardParams in params.cuh, in order."""
-    body = re.search(r"struct ForwardParams \{(.*?)\};", re.sub(r"//.*", "", text), re.S)
+def c_fields(text: str, struct: str) -> list[tuple[str, str]]:
+    """(name, struct code) of each member of a struct of params.cuh, in order; those of the one that it begins with are its own."""
+    body = re.search(rf"struct {struct} \{{(.*?)\}};", re.sub(r"//.*", "", text), re.S)
     assert body is not None
     codes = {"longlong": "q", "double": "d", "int": "i", "float": "f"}
-    fields = []
+    fields: list[tuple[str, str]] = []
     for declaration in filter(str.strip, body[1].split(";")):
+        if "ForwardParams" in declaration:
+            fields += c_fields(text, "ForwardParams")
+            continue
         kind, names = re.match(r"\s*((?:const\s+)?(?:unsigned char|long long|\w+)(?:\s*\*)?)\s+(.*)", declaration, re.S).groups()  # type: ignore[union-attr]
         code = "Q" if "*" in kind else codes[kind.replace(" ", "")]
         fields += [(name.strip(), code) for name in names.split(",")]
@@ -176,9 +239,13 @@ def c_fields(text: str) -> list[tuple[str, str]]:
 
 def test_params_mirror_the_cuda_struct() -> None:
     text = (jit.source_root() / "primitives" / "params.cuh").read_text()
-    assert c_fields(text) == list(params.FORWARD_FIELDS)
-    codes = "".join(code for _, code in params.FORWARD_FIELDS)
-    assert struct.calcsize("@" + codes) == params.FORWARD.size  # no padding between the fields, as a C compiler lays them out
+    for name, fields, packed in (
+        ("ForwardParams", params.FORWARD_FIELDS, params.FORWARD),
+        ("BackwardParams", params.BACKWARD_FIELDS, params.BACKWARD),
+    ):
+        assert c_fields(text, name) == list(fields)
+        assert struct.calcsize("@" + "".join(code for _, code in fields)) == packed.size  # no padding, as a C compiler lays them out
+    assert params.FORWARD.size % 8 == 0  # nor behind it, where the backward's fields begin
 
 
 def test_a_packed_call_holds_each_value_under_its_name() -> None:
@@ -197,6 +264,26 @@ def test_a_packed_call_holds_each_value_under_its_name() -> None:
     assert (packed["window_left"], packed["window_right"], packed["top_left"]) == (2**31 - 1, 0, 0)
     assert (packed["seqlen_q"], packed["head_dim_v"], packed["softcap"]) == (1000, 128, 2.0)
     assert packed["softmax_scale_log2"] == pytest.approx(0.1 * 1.4426950408889634)
+
+
+def test_a_packed_backward_call_holds_each_value_under_its_name() -> None:
+    def fake(ptr: int, *strides: int) -> ArrayView:
+        return ArrayView(ptr, (1,) * len(strides), strides, "bfloat16", 0, "cupy", None)
+
+    operands = Operands(fake(1, 10, 11, 12, 1), fake(2, 20, 21, 22, 1), fake(3, 30, 31, 32, 1), fake(4, 40, 41, 42, 1))
+    more = BackwardOperands(fake(5, 50, 51, 52, 53), fake(6, 60, 61, 62), dk=fake(7, 70, 71, 72, 1), dbias=fake(8, 0, 0, 9, 1))
+    p = BackwardProblem(problem(bias="bfloat16"), ("k", "bias"), bias_shape=(1, 1, 1000, 900))
+    buffers = {"dout": more.dout, "dk": more.dk, "dbias": more.dbias, "row_delta": fake(9)}
+    pointers = params.POINTERS.pack(*params.pointers(operands, more.lse))
+    numbers = params.numbers(p.forward, operands), params.backward_numbers(p, more)
+    buffer = pointers + numbers[0] + params.backward_pointers(buffers) + numbers[1]
+    packed = dict(zip((name for name, _ in params.BACKWARD_FIELDS), params.BACKWARD.unpack(buffer), strict=True))
+    named = {"q": 1, "out": 4, "lse": 6, "dout": 5, "dlse": 0, "dq": 0, "dk": 7, "dv": 0, "dbias": 8, "row_lse": 0, "row_delta": 9}
+    assert {name: packed[name] for name in named} == named
+    assert [packed[f"dout_stride_{axis}"] for axis in ("batch", "seq", "head", "dim")] == [50, 51, 52, 53]
+    assert [packed[f"lse_stride_{axis}"] for axis in ("batch", "head", "seq")] == [60, 61, 62]
+    assert [packed[f"{name}_stride_seq"] for name in ("dq", "dk", "dv")] == [0, 71, 0]
+    assert [packed[name] for name in ("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch")] == [1, 1, 1000, 900, 1]
 
 
 def test_sources_are_beside_the_package_or_in_it() -> None:
