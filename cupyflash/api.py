@@ -104,7 +104,8 @@ def attention(
     out : array for the result, returned as such; of q's library, not overlapping an input. Any strides, the last axis dense.
     out_dtype : dtype of the result; default q's.
     return_lse : also return the natural log of each row's softmax denominator.
-    stream : stream of CuPy or torch, or a handle, for arrays in GPU memory; default the current one of q's library.
+    stream : stream of CuPy or torch, or a handle, for arrays in GPU memory; default the current one of q's library. It is the current one
+        for the call, and inputs that the caller drops are kept until it is done with them.
 
     Returns
     -------

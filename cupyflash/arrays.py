@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -534,10 +535,13 @@ class _Handle:
 
 
 _held: collections.deque[tuple[Any, list[Any]]] = collections.deque()
+_holding = threading.Lock()
 
 
 def _hold(event: Any, owners: list[Any]) -> None:
     """Keep arrays alive until the event has happened; what earlier calls held goes when a later one finds theirs done."""
-    _held.append((event, owners))
-    while _held and _held[0][0].done:
-        _held.popleft()
+    done: list[Any] = []  # dropped after the lock: an array's release runs its allocator
+    with _holding:  # without it another thread could take the one found done, and this one drop the next
+        _held.append((event, owners))
+        while _held and _held[0][0].done:
+            done.append(_held.popleft())

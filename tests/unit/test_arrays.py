@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import types
 from typing import Any
 
@@ -267,6 +268,41 @@ def test_merge_states_has_no_kernel_yet(cupy: Any) -> None:
     out, lse = FakeCupyArray(np.zeros((1, 3, 4, 8), np.float16)), FakeCupyArray(np.zeros((1, 4, 3), F32))
     with pytest.raises(UnsupportedError, match=r"merge_states has no kernel yet.*cupy.asnumpy"):
         cupyflash.merge_states([out], [lse])
+
+
+def test_what_a_stream_still_reads_is_held_until_its_event_has_happened() -> None:
+    """By many threads at once: each array goes after its own event, and not before."""
+    dropped: list[int] = []
+
+    class Event:
+        done = False
+
+    class Array:
+        def __init__(self, event: Event, n: int) -> None:
+            self.event, self.n = event, n
+
+        def __del__(self) -> None:
+            dropped.append(self.n if self.event.done else -1)
+
+    events = [Event() for _ in range(400)]
+
+    def hold(first: int) -> None:
+        for n in range(first, 400, 4):
+            arrays._hold(events[n], [Array(events[n], n)])
+            events[n].done = n != 399
+
+    arrays._held.clear()
+    threads = [threading.Thread(target=hold, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert -1 not in dropped
+    assert 399 not in dropped
+    events[399].done = True
+    arrays._hold(Event(), [])
+    assert sorted(dropped) == list(range(400))
+    arrays._held.clear()
 
 
 def test_streams_in_anyones_words() -> None:
