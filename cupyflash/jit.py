@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
 from cupyflash.params import BACKWARD, FORWARD
-from cupyflash.variants import FwdConfig, Sm90Config, Variant
+from cupyflash.variants import BwdBiasConfig, BwdConfig, SimpleConfig, Sm90Config, Variant
 
 
 class Unit(NamedTuple):
@@ -54,7 +54,7 @@ def render(variant: Variant, arch: str) -> Unit:
     variant, so equal text is an equal kernel.
     """
     types, kernel = _sources(variant.family)
-    return Unit(variant.name, "\n".join((types, _config(variant), kernel, _checks(variant))), arch, variant.family)
+    return Unit(variant.name, "\n".join((types, _config(variant, arch), kernel, _checks(variant))), arch, variant.family)
 
 
 @functools.lru_cache
@@ -69,6 +69,7 @@ _FLAGS = {
     "alibi": "kAlibi",
     "bias": "kBias",
     "causal": "kCausal",
+    "dq": "kSumQ",
     "local": "kLocal",
     "lse": "kWriteLse",
     "mask": "kMask",
@@ -79,17 +80,19 @@ _FLAGS = {
 }
 
 
-def _config(variant: Variant) -> str:
+def _config(variant: Variant, arch: str) -> str:
     """`struct Config`: the variant in C++, constant by constant."""
     flags = {flag.removesuffix("f32") for flag in variant.flags}
     out = next((flag.removeprefix("out") for flag in variant.flags if flag.startswith("out")), variant.dtype)
     types = {"Element": variant.dtype, "Out": out}
     types |= {name: "float32" if f"{name.lower()}f32" in variant.flags else variant.dtype for name in ("Bias", "Sink")}
-    numbers = {"kHeadDim": variant.head_dim, "kHeadDimV": variant.head_dim_v}
+    numbers = {"kArch": int(arch.rstrip("af")), "kHeadDim": variant.head_dim, "kHeadDimV": variant.head_dim_v}
     config = variant.config
     assert config is not None
-    if isinstance(config, FwdConfig | Sm90Config):
-        numbers |= {"kBlockM": config.block_m, "kBlockN": config.block_n, "kStages": config.stages}
+    if not isinstance(config, SimpleConfig):
+        numbers |= {"kBlockM": config.block_m, "kBlockN": config.block_n}
+    if not isinstance(config, SimpleConfig | BwdBiasConfig):
+        numbers["kStages"] = config.stages
     if isinstance(config, Sm90Config):
         numbers |= {
             "kStagesQ": config.stages_q,
@@ -97,6 +100,10 @@ def _config(variant: Variant) -> str:
             "kPersistent": config.persistent,
             "kCluster": config.cluster,
         }
+    if isinstance(config, BwdConfig | BwdBiasConfig):
+        numbers["kWarpsM"] = config.warps_m
+    if isinstance(config, BwdConfig):
+        numbers |= {"kWarpsN": config.warps_n, "kWarpsQ": config.warps_q}
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
     lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]

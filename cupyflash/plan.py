@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import AttentionProblem, BackwardProblem
-from cupyflash.variants import BACKWARD, FORWARD, MAX_HEAD_DIM, PLAIN, FwdConfig, Row, SimpleConfig, Sm90Config, Variant
+from cupyflash.variants import BACKWARD, FORWARD, MAX_HEAD_DIM, PLAIN, BwdConfig, FwdConfig, Row, SimpleConfig, Sm90Config, Variant
 
 
 class Step(NamedTuple):
@@ -64,27 +64,85 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     variant, why = _choose(p, device, BACKWARD)
     rows = p.batch * p.num_heads_q * p.seqlen_q
     slopes, sinks = ("alibi_slopes" in problem.wrt) * problem.slopes_batch * p.num_heads_q, ("sink" in problem.wrt) * p.num_heads_q
-    results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))  # a warp for each
+    sums_q = False
+    if isinstance(variant.config, BwdConfig):
+        sums_q = bool({"k", "v"}.intersection(problem.wrt)) and "q" in problem.wrt and not (problem.deterministic or slopes)
+        gradients = _tiled(problem, variant, why, sums_q)
+    else:
+        results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
+        gradients = ((variant, _blocks_of(variant, results), why),)
     kernels = (
-        (_by_rows(variant, "bwd_delta", "out", "sink", "used"), rows, "what each row must know of its other keys"),
-        (variant, results, why),
-        (_by_rows(variant, "bwd_sum", "alibi", "sink"), slopes + sinks, "sums over rows, in one order"),
+        *_by_rows(variant, "bwd_delta", rows, "what each row must know of its other keys", "out", "sink", "used"),
+        *gradients,
+        *_by_rows(variant, "bwd_sum", slopes + sinks, "sums over rows, in one order", "alibi", "sink"),
     )
     args = (*(name for name, used in _buffers(p).items() if used), "lse", "dout", *(f"d{name}" for name in problem.wrt))
-    steps = tuple(Step(v, (_blocks_of(v, warps), 1, 1), v.threads, 0, args, reason) for v, warps, reason in kernels if warps)
+    steps = tuple(Step(v, (_grid(v, blocks), 1, 1), v.threads, v.smem_bytes, args, reason) for v, blocks, reason in kernels if blocks)
     row_bytes = rows * (8 if p.dtype == "float64" else 4)
-    wanted = {"row_lse": True, "row_delta": True, "row_slope": slopes, "row_sink": sinks}
-    return Plan(steps, tuple((name, row_bytes) for name, used in wanted.items() if used))
+    workspaces = {
+        "row_lse": row_bytes,
+        "row_delta": row_bytes,
+        "row_slope": row_bytes if slopes else 0,
+        "row_sink": row_bytes if sinks else 0,
+        "row_reference": row_bytes if isinstance(variant.config, BwdConfig) else 0,
+        "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 16) * variant.head_dim * 4 if sums_q else 0,
+    }
+    return Plan(steps, tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta")))
 
 
-def _by_rows(variant: Variant, family: str, *flags: str) -> Variant:
+_Launch = tuple[Variant, int, str]  # how many blocks, and why
+
+
+def _companions(variant: Variant) -> tuple[Variant, ...]:
+    """The other kernels with tiles that a row may launch beside its own."""
+    c = variant.config
+    if not isinstance(c, BwdConfig):
+        return ()
+    return (
+        variant._replace(family=f"{variant.family}_dq", config=c.rows),
+        variant._replace(family=f"{variant.family}_dbias", config=c.bias),
+    )
+
+
+def _tiled(problem: BackwardProblem, variant: Variant, why: str, sums_q: bool) -> tuple[_Launch, ...]:
+    """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
+    p, c = problem.forward, variant.config
+    assert isinstance(c, BwdConfig)
+    heads = p.batch * p.num_heads_q
+    dq, dbias = _companions(variant)
+    launches: list[_Launch] = []
+    if {"k", "v"}.intersection(problem.wrt):
+        blocks = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
+        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if sums_q else variant, blocks, why))
+    if sums_q:
+        convert = variant._replace(family="bwd_convert", config=_BY_WARPS)
+        launches.append((convert, _blocks_of(convert, heads * _ceil_div(p.seqlen_q, 16)), "dq from its sums"))
+    elif {"q", "alibi_slopes"}.intersection(problem.wrt):
+        blocks = heads * _ceil_div(p.seqlen_q, c.rows.block_m)
+        launches.append((dq, blocks, "dq in one order of additions"))
+    if "bias" in problem.wrt:
+        *axes, sq, sk = problem.bias_shape
+        blocks = math.prod(axes) * _ceil_div(sq, c.block_m) * _ceil_div(sk, c.block_n)
+        launches.append((dbias, blocks, "dbias, a tile a block"))
+    return tuple(launches)
+
+
+_BY_WARPS = SimpleConfig(4)
+
+
+def _by_rows(variant: Variant, family: str, warps: int, why: str, *flags: str) -> tuple[_Launch, ...]:
     """The kernel before or after `variant` that works on rows: only the flags that begin so change its code, and no head dim does."""
-    return variant._replace(family=family, head_dim=0, head_dim_v=0, flags=tuple(f for f in variant.flags if f.startswith(flags)))
+    kept = tuple(flag for flag in variant.flags if flag.startswith(flags))
+    by_rows = variant._replace(family=family, head_dim=0, head_dim_v=0, flags=kept, config=_BY_WARPS)
+    return ((by_rows, _blocks_of(by_rows, warps), why),)
 
 
 def _blocks_of(variant: Variant, warps: int) -> int:
     assert isinstance(variant.config, SimpleConfig)
-    blocks = -(-warps // variant.config.warps)
+    return _grid(variant, _ceil_div(warps, variant.config.warps))
+
+
+def _grid(variant: Variant, blocks: int) -> int:
     if blocks >= 1 << 31:
         raise UnsupportedError(f"{variant.name} would need {blocks} blocks and a grid has 2^31 - 1", ("calls on fewer heads or batches",))
     return blocks
@@ -106,9 +164,10 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
         variant = _variant(p, row)
         if not (row.options or PLAIN.issuperset(variant.flags)) or row.causal not in (None, "causal" in variant.flags):
             continue
-        if variant.smem_bytes <= device.smem_bytes:
+        smem_bytes = max(v.smem_bytes for v in (variant, *_companions(variant)))
+        if smem_bytes <= device.smem_bytes:
             return variant, row.why
-        too_big = too_big or f"; {variant.name} would need {variant.smem_bytes} bytes of shared memory and a block has {device.smem_bytes}"
+        too_big = too_big or f"; {variant.name} would need {smem_bytes} bytes of shared memory and a block has {device.smem_bytes}"
     raise UnsupportedError(
         f"no kernel for {p.dtype} with head_dim {p.head_dim} and head_dim_v {p.head_dim_v} on sm_{device.arch}{too_big}",
         (f"architectures served: {', '.join(f'sm_{arch}' for arch in KNOWN)}",),
@@ -163,11 +222,15 @@ def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     """Blocks of a one-dimensional grid, which may be 2^31 - 1 long; y and z end at 65535, fewer than some batch x heads."""
     heads = p.batch * p.num_heads_q
     if isinstance(variant.config, Sm90Config):
-        return -(-p.seqlen_q // (variant.config.cluster * variant.config.block_m)) * variant.config.cluster * heads
+        return _ceil_div(p.seqlen_q, variant.config.cluster * variant.config.block_m) * variant.config.cluster * heads
     if isinstance(variant.config, FwdConfig):
-        return -(-p.seqlen_q // variant.config.block_m) * heads
+        return _ceil_div(p.seqlen_q, variant.config.block_m) * heads
     return _blocks_of(variant, p.seqlen_q * heads)
 
 
+def _ceil_div(n: int, step: int) -> int:
+    return -(-n // step)
+
+
 def _round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
+    return _ceil_div(n, step) * step

@@ -6,6 +6,7 @@ row that fits wins; `why` is the reason for the row, and where it was measured t
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 MAX_HEAD_DIM = 256
@@ -55,7 +56,59 @@ class Sm90Config(NamedTuple):
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 
-Config = SimpleConfig | FwdConfig | Sm90Config
+class BwdRowsConfig(NamedTuple):
+    """`bwd_sm80_dq`: a block of `warps` warps walks block_n keys at a time for block_m query rows; K and V have `stages` buffers."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+
+    @property
+    def tile(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}"
+
+
+class BwdBiasConfig(NamedTuple):
+    """`bwd_sm80_dbias`: a block of `warps` warps, warps_m of them along the query rows, for block_m x block_n elements."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    warps_m: int
+
+    @property
+    def tile(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}g{self.warps_m}"
+
+
+class BwdConfig(NamedTuple):
+    """`bwd_sm80`: a block of `warps` warps walks block_m query rows at a time for block_n keys; Q and dO have `stages` buffers.
+
+    The warps share each product by rows and columns: S and dP have warps_m of them along the query rows, dK and dV warps_n along the keys,
+    dQ warps_q along the query rows. `rows` is the tile of `bwd_sm80_dq`.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    warps_m: int
+    warps_n: int
+    warps_q: int
+    rows: BwdRowsConfig
+
+    @property
+    def tile(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}g{self.warps_m}{self.warps_n}{self.warps_q}"
+
+    @property
+    def bias(self) -> BwdBiasConfig:
+        """The tile of `bwd_sm80_dbias`: 16 x 16 elements of it are the least that a warp can have."""
+        return BwdBiasConfig(self.block_m, self.block_n, min(8, self.block_m * self.block_n // 256), 2)
+
+
+Config = SimpleConfig | FwdConfig | Sm90Config | BwdRowsConfig | BwdBiasConfig | BwdConfig
 
 
 class Variant(NamedTuple):
@@ -86,16 +139,25 @@ class Variant(NamedTuple):
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a block: the tile of Q, and `stages` tiles of K and of V."""
+        """Dynamic shared memory of a block."""
         c = self.config
         if isinstance(c, Sm90Config):  # panels of 64 columns; then the barriers, and up to the next kilobyte
             keys = c.stages * c.block_n * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
             return -(-(queries + keys + 8 * (2 * c.stages_q + 4 * c.stages)) // 1024) * 1024
-        if not isinstance(c, FwdConfig):
+        if c is None or isinstance(c, SimpleConfig):
             return 0
-        keys = c.stages * c.block_n * (_pitch_bytes(self.head_dim) + _pitch_bytes(self.head_dim_v))
-        return c.block_m * _pitch_bytes(self.head_dim) + keys
+        row, key = c.block_m * _pitch_bytes(self.head_dim), c.block_n * _pitch_bytes(self.head_dim)  # Q and K
+        row_v, key_v = c.block_m * _pitch_bytes(self.head_dim_v), c.block_n * _pitch_bytes(self.head_dim_v)  # dO and V
+        if isinstance(c, FwdConfig):
+            return row + c.stages * (key + key_v)
+        if isinstance(c, BwdRowsConfig):
+            return row + row_v + c.stages * (key + key_v)
+        if isinstance(c, BwdBiasConfig):
+            return row + row_v + key + key_v + c.block_m * c.block_n * 4
+        weights = 2 * c.block_m * _pitch_bytes(c.block_n)  # P and dS
+        vectors = c.stages * c.block_m * 2 * 4  # reference and delta
+        return key + key_v + c.stages * (row + row_v) + weights + vectors
 
 
 def _pitch_bytes(width: int) -> int:
@@ -164,7 +226,15 @@ FORWARD = (
     Row("fwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )
 
+def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: str, why: str) -> Row:
+    """`keys` and `rows` are tiles as in the names of kernels: m64n64s2w4g222 of bwd_sm80, m128n32s2w4 of bwd_sm80_dq."""
+    numbers = [int(n) for n in re.fullmatch(r"m(\d+)n(\d+)s(\d)w(\d+)g(\d)(\d)(\d)", keys).groups()]  # type: ignore[union-attr]
+    rows_numbers = [int(n) for n in re.findall(r"\d+", rows)]
+    return Row("bwd_sm80", _HALF, head_dim, capability, options, BwdConfig(*numbers, BwdRowsConfig(*rows_numbers)), why)
+
+
 # The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for.
 BACKWARD = (
+    _bwd_sm80(128, 80, True, "m64n64s2w4g222", "m64n32s2w4", "not measured"),
     Row("bwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )

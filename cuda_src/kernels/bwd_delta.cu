@@ -4,8 +4,9 @@
 //            P dLSE to dS, so it joins delta). The LSE is copied, of any strides, into a compact workspace.
 // Edges      A row that sees no key, or past its used length, has LSE = +inf and delta = 0 from here on: P = exp(S - LSE) = 0. Nothing of
 //            its dO, O and dLSE is used, so a NaN there goes nowhere.
+// Tiles      What a tiled kernel asks for besides: the LSE in its units, and zeros where it adds up dQ by atomics.
 // Sink       Its gradient is -sum over rows of P_sink * delta: each row's part is left in row_sink for bwd_sum.
-#include "../primitives/row.cuh"
+#include "../primitives/work.cuh"
 
 namespace cupyflash {
 
@@ -31,10 +32,22 @@ __device__ void row_delta(const BackwardParams& p, int b, int h, int i) {
     if (p.dlse) delta -= static_cast<const Acc*>(p.dlse)[b * p.dlse_stride_batch + h * p.dlse_stride_head + i * p.dlse_stride_seq];
   }
 
+  if (p.dq_sum) {  // (Sq, D), both rounded up to 16: a row each, and the last warp what is left
+    const long long width = (f.head_dim + 15) / 16 * 16, rows = (f.seqlen_q + 15) / 16 * 16;
+    float* gSum = p.dq_sum + (static_cast<long long>(b) * f.num_heads_q + h) * rows * width;
+    const long long end = (i == f.seqlen_q - 1 ? rows : i + 1) * width;
+    for (long long n = i * width + lane; n < end; n += 32) gSum[n] = 0;
+  }
+
   if (lane != 0) return;
   const long long row = (static_cast<long long>(b) * f.num_heads_q + h) * f.seqlen_q + i;
   static_cast<Acc*>(p.row_lse)[row] = lse;
   static_cast<Acc*>(p.row_delta)[row] = delta;
+  if (p.row_reference) {
+    const float reference = static_cast<float>(lse) * static_cast<float>(kLog2E);
+    const bool in_range = !(fabsf(reference) > kLargestReference) || empty;
+    p.row_reference[row] = in_range ? reference : not_a_number(0.0f);
+  }
   if constexpr (C::kSink) {
     if (p.dsink) {
       const Acc sink = static_cast<Acc>(widen(static_cast<const typename C::Sink*>(f.sink)[h * f.sink_stride]));

@@ -56,6 +56,9 @@ struct BackwardParams {
   void* row_delta;  // rowsum(dO * O) - dLSE, 0 for such a row
   void* row_slope;  // sum over the keys of dS * distance
   void* row_sink;   // the sink's weight * delta
+  // Those of the tiled kernels, null without them.
+  float* row_reference;  // LSE in log2 units; NaN where rounding it would move a weight too far (gradient.cuh)
+  float* dq_sum;         // sums of dQ before the scale (QuerySums in gradient.cuh); null where no kernel adds to them
 
   long long dout_stride_batch, dout_stride_seq, dout_stride_head, dout_stride_dim;
   long long lse_stride_batch, lse_stride_head, lse_stride_seq;

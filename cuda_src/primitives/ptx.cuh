@@ -11,6 +11,10 @@ __device__ inline unsigned smem_address(const void* pointer) { return static_cas
 __device__ inline void cp_async_16(unsigned smem, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes) : "memory");
 }
+// The same for one float, or for zero.
+__device__ inline void cp_async_4(unsigned smem, const float* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(global), "r"(exists ? 4 : 0) : "memory");
+}
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's groups are on their way; a barrier must follow for the other threads' copies.
 template <int kPending>
@@ -29,6 +33,14 @@ __device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(smem));
+}
+
+// Scope: thread. Ordered by volatile, as ldmatrix.
+__device__ inline void smem_store(unsigned smem, unsigned x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(x)); }
+
+// Scope: warp. sm_90: what ldmatrix_x4 reads, written.
+__device__ inline void stmatrix_x4(unsigned smem, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]));
 }
 
 // Scope: warp. D (16 x 8, float) += A (16 x 16, row-major) B (16 x 8, column-major).
@@ -66,6 +78,13 @@ __device__ inline float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Scope: thread. Adds to global memory; the order of additions by several threads is not defined.
+__device__ inline void red_add(float* global, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory"); }
+// sm_90: four at once, at a multiple of 16 bytes.
+__device__ inline void red_add_4(float* global, const float (&x)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
 // --- sm_90a: barriers in shared memory, the tensor memory accelerator, warpgroup products ------------------------------------------------

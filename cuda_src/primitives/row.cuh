@@ -8,8 +8,8 @@
 
 namespace cupyflash {
 
-constexpr unsigned kWarp = 0xffffffffu;
-constexpr double kLog2E = 1.4426950408889634;
+inline constexpr unsigned kWarp = 0xffffffffu;
+inline constexpr double kLog2E = 1.4426950408889634;
 
 template <class T>
 __device__ inline T warp_sum(T x) {

@@ -55,20 +55,34 @@ __device__ inline KeyRange keys_of_all(const ForwardParams& p, Sequence s, int r
   return keys;
 }
 
-// The query rows [first, last) that may see key j < used_k by causal, window and length.
+// The query rows [first, last) of which each may see some key of [key, key_end), with key_end at most used_k, by causal, window and length.
 struct RowRange {
   int first, last;
 };
 
 template <class C>
-__device__ inline RowRange visible_rows(const ForwardParams& p, Sequence s, int j) {
+__device__ inline RowRange visible_rows(const ForwardParams& p, Sequence s, int key, int key_end) {
   RowRange rows{0, s.used_q};
-  if constexpr (C::kCausal) rows.first = clamp(j - s.offset, 0, s.used_q);
+  if constexpr (C::kCausal) rows.first = clamp(key - s.offset, 0, s.used_q);
   if constexpr (C::kLocal) {  // 64-bit: an unlimited side is 2^31 - 1
-    const long long first = static_cast<long long>(j) - s.offset - p.window_right;
-    const long long last = static_cast<long long>(j) - s.offset + p.window_left + 1;
+    const long long first = static_cast<long long>(key) - s.offset - p.window_right;
+    const long long last = static_cast<long long>(key_end) - s.offset + p.window_left;
     rows.first = first < 0 ? 0 : first > s.used_q ? s.used_q : static_cast<int>(first);
     rows.last = last < 0 ? 0 : last > s.used_q ? s.used_q : static_cast<int>(last);
+  }
+  return rows;
+}
+
+// The query rows [first, last) that see all keys of [key, key_end) by causal, window and length.
+template <class C>
+__device__ inline RowRange rows_of_all(const ForwardParams& p, Sequence s, int key, int key_end) {
+  RowRange rows{0, key_end <= s.used_k ? s.used_q : 0};
+  if constexpr (C::kCausal) rows.first = clamp(key_end - 1 - s.offset, 0, s.used_q);
+  if constexpr (C::kLocal) {
+    const long long first = static_cast<long long>(key_end) - 1 - s.offset - p.window_right;
+    const long long last = static_cast<long long>(key) - s.offset + p.window_left + 1;
+    rows.first = first < 0 ? 0 : first > s.used_q ? s.used_q : static_cast<int>(first);
+    if (last < rows.last) rows.last = last < 0 ? 0 : static_cast<int>(last);
   }
   return rows;
 }

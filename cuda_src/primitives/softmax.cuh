@@ -1,46 +1,11 @@
-// softmax.cuh: what the tiled kernels do between their two products: which keys a block of rows meets, the online softmax on the
-// accumulators of S, and the end of a row. A warp owns kTiles x 16 rows in the accumulator layout of mma.sync and wgmma alike:
+// softmax.cuh: what the tiled kernels of the forward do between their two products, the online softmax on the accumulators of S, and the end
+// of a row. A warp owns kTiles x 16 rows in the accumulator layout of mma.sync and wgmma alike:
 // [16-row tile][8-column tile][4], where element e of lane l is row l / 4 + (e >= 2 ? 8 : 0), column 2 (l % 4) + e % 2.
 #pragma once
 
-#include "ptx.cuh"
-#include "row.cuh"
+#include "work.cuh"
 
 namespace cupyflash {
-
-constexpr float kLargestReference = 4194304.0f;  // 2^22
-
-// Without softcap, ALiBi and bias a score is scale * q.k, and the scale joins the exponent: one FFMA an element.
-template <class C>
-constexpr bool kFused = !(C::kSoftcap || C::kAlibi || C::kBias);
-
-// What one block works on.
-template <class C>
-struct Work {
-  int b, h, row;  // row: the first of the block
-  Sequence s;
-  ScoreContext<C> context;
-  int key_first, key_last;    // key blocks that some row sees
-  int full_first, full_last;  // those among them that every row sees whole, by length, causal and window
-
-  // `head` counts through all batches.
-  __device__ Work(const ForwardParams& p, int head, int row_block) : row(row_block * C::kBlockM) {
-    b = head / p.num_heads_q;
-    h = head % p.num_heads_q;
-    s = sequence_of<C>(p, b);
-    context = score_context<C>(p, b, h);
-    const int row_end = min(row + C::kBlockM, s.used_q);
-    KeyRange keys = visible_keys<C>(p, s, row, row_end);
-    if (row >= s.used_q) keys.last = keys.first;
-    key_first = keys.first / C::kBlockN;
-    key_last = keys.first < keys.last ? (keys.last + C::kBlockN - 1) / C::kBlockN : key_first;
-    keys = keys_of_all<C>(p, s, row, row_end);
-    full_first = (keys.first + C::kBlockN - 1) / C::kBlockN;
-    full_last = keys.last / C::kBlockN;
-  }
-
-  __device__ bool is_full(int j) const { return j >= full_first && j < full_last; }
-};
 
 // The softmax state of a warp's rows: lane l owns rows l / 4 and l / 4 + 8 of each 16-row tile.
 template <int kTiles>
@@ -87,13 +52,7 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
           const int key = j * C::kBlockN + 8 * n + 2 * (lane % 4) + e % 2;
-          const bool exists = (!kMasked || key < w.s.used_k) && ((!kMasked && !C::kBias && !C::kMask) || i < w.s.used_q);
-          if constexpr (!kFused<C>) {
-            if (exists) rS[m][n][e] = score_step<C>(p, w.context, w.s, rS[m][n][e], i, key) * static_cast<float>(kLog2E);
-          }
-          if constexpr (kMasked || C::kMask) {
-            if (!(exists && is_visible<C>(p, w.context, w.s, i, key))) rS[m][n][e] = -infinity(0.0f);
-          }
+          score_of<C, kMasked>(p, w.context, w.s, rS[m][n][e], i, key);
           top = fmaxf(top, rS[m][n][e]);
         }
       }
@@ -143,15 +102,7 @@ __device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int 
   using Out = typename C::Out;
   if (i >= p.seqlen_q) return;
   Out* target = static_cast<Out*>(p.out) + w.b * p.out_stride_batch + w.h * p.out_stride_head + i * p.out_stride_seq + column;
-  Out pair[2];
-  narrow(low, pair[0]);
-  narrow(high, pair[1]);
-  if (!C::kUnaligned && column + 1 < p.head_dim_v) {
-    *reinterpret_cast<PairOf<sizeof(Out)>*>(target) = *reinterpret_cast<PairOf<sizeof(Out)>*>(pair);
-  } else {
-    if (column < p.head_dim_v) target[0] = pair[0];
-    if (column + 1 < p.head_dim_v) target[1] = pair[1];
-  }
+  store_pair<C::kUnaligned>(target, column, p.head_dim_v, low, high);
 }
 
 // Divides by the row sums, gives O to `store` (row of the warp, column, two elements) and writes LSE; returns which rows of the warp
