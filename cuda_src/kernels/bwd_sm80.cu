@@ -132,8 +132,7 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
     read_vectors(rows, smem.reference[stage] + row_s, smem.delta[stage] + row_s);
     float rS[kTilesS][kKeysS / 8][4], rdP[kTilesS][kKeysS / 8][4];
     multiply_qk<Element, typename M::TileQ, typename M::TileK, kTilesS, kKeysS, C::kHeadDim>(rS, sQ, smem.k, row_s, key_s);
-    start_with_delta<kTilesS, kKeysS>(rdP, rows);
-    add_qk<Element, typename M::TileO, typename M::TileV, kTilesS, kKeysS, C::kHeadDimV>(rdP, sdO, smem.v, row_s, key_s);
+    multiply_qk<Element, typename M::TileO, typename M::TileV, kTilesS, kKeysS, C::kHeadDimV>(rdP, sdO, smem.v, row_s, key_s, rows.minus_delta);
     auto step = [&](auto masked) {
       gradient_step<C, decltype(masked)::value, kTilesS, kKeysS>(f, score_context<C>(f, w.b, at.h), w.s, at.i * C::kBlockM + row_s,
                                                                  w.key + key_s, rS, rdP, rows, [](auto...) {});

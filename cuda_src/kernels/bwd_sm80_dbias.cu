@@ -78,8 +78,7 @@ __device__ inline void add_tile(const BackwardParams& p, Smem<C>& smem, const Wo
 
   float rS[kTiles][kKeys / 8][4], rdP[kTiles][kKeys / 8][4];
   multiply_qk<Element, typename M::TileQ, typename M::TileK, kTiles, kKeys, C::kHeadDim>(rS, smem.q, smem.k, warp_row, warp_key);
-  start_with_delta<kTiles, kKeys>(rdP, vectors);
-  add_qk<Element, typename M::TileO, typename M::TileV, kTiles, kKeys, C::kHeadDimV>(rdP, smem.dout, smem.v, warp_row, warp_key);
+  multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, kKeys, C::kHeadDimV>(rdP, smem.dout, smem.v, warp_row, warp_key, vectors.minus_delta);
   auto step = [&](auto masked) {
     gradient_step<C, decltype(masked)::value, kTiles, kKeys>(
         f, w.context, w.s, w.row + warp_row, key + warp_key, rS, rdP, vectors,

@@ -79,8 +79,7 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
     if (j > w.key_first) load_keys(Constant<false>{}, j - 1);
     float rS[kTiles][C::kBlockN / 8][4], rdP[kTiles][C::kBlockN / 8][4];
     multiply_qk<Element, typename M::TileQ, typename M::TileK, kTiles, C::kBlockN, C::kHeadDim>(rS, smem.q, smem.k[j % 2], warp_row);
-    start_with_delta<kTiles, C::kBlockN>(rdP, rows);
-    add_qk<Element, typename M::TileO, typename M::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rdP, smem.dout, smem.v[j % 2], warp_row, 0);
+    multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rdP, smem.dout, smem.v[j % 2], warp_row, 0, rows.minus_delta);
     gradient_step<C, decltype(masked)::value, kTiles, C::kBlockN>(
         f, w.context, w.s, w.row + warp_row, j * C::kBlockN, rS, rdP, rows, [&](int m, int, int e, int i, int key, float d_score) {
           if constexpr (C::kAlibi) slope[m][e / 2] += d_score * static_cast<float>(abs(i + w.s.offset - key));

@@ -38,11 +38,11 @@ struct KeyWork {
   __device__ bool is_full(int i) const { return i >= full_first && i < full_last; }
 };
 
-// What a lane must know of its rows: LSE in log2 units, and delta. A row past the end has P = 1 and dP = 0: it is zeros in dO.
+// What a lane must know of its rows: LSE in log2 units, and -delta. A row past the end has P = 1 and dP = 0: it is zeros in dO.
 template <int kTiles>
 struct RowVectors {
   float reference[kTiles][2];
-  float delta[kTiles][2];
+  float minus_delta[kTiles][2];  // what dP begins with
 };
 
 // `reference` and `delta` begin with the warp's first row, of which `count` exist.
@@ -54,20 +54,9 @@ __device__ inline void read_vectors(RowVectors<kTiles>& rows, const float* refer
     for (int r = 0; r < 2; ++r) {
       const int i = 16 * m + 8 * r + threadIdx.x % 32 / 4;
       rows.reference[m][r] = i < count ? reference[i] : 0.0f;
-      rows.delta[m][r] = i < count ? delta[i] : 0.0f;
+      rows.minus_delta[m][r] = i < count ? -delta[i] : 0.0f;
     }
   }
-}
-
-// dP, to which dO V^T is then added: -delta.
-template <int kTiles, int kKeys>
-__device__ inline void start_with_delta(float (&rdP)[kTiles][kKeys / 8][4], const RowVectors<kTiles>& rows) {
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) rdP[m][n][e] = -rows.delta[m][e / 2];
 }
 
 // S becomes P, and dP - delta becomes the gradient of scale q.k, both in place: dS, times the slope of the softcap. `seen` is told of each

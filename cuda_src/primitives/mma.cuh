@@ -6,10 +6,11 @@
 
 namespace cupyflash {
 
-// S (rows of the warp x kKeys) += Q K^T; Q and K lie in shared memory, row-major, kWidth wide. `row` is the warp's first row of Q, `key` its
-// first of K.
+// S (rows of the warp x kKeys) = start + Q K^T; Q and K lie in shared memory, row-major, kWidth wide. `row` is the warp's first row of Q,
+// `key` its first of K; `start` has a value for each row of a lane.
 template <class Element, class TileQ, class TileK, int kTiles, int kKeys, int kWidth>
-__device__ inline void add_qk(float (&rS)[kTiles][kKeys / 8][4], const char* sQ, const char* sK, int row, int key) {
+__device__ inline void multiply_qk(float (&rS)[kTiles][kKeys / 8][4], const char* sQ, const char* sK, int row, int key,
+                                   const float (&start)[kTiles][2]) {
   const int lane = threadIdx.x % 32;
   const Cursor<TileQ> q(sQ, row + lane % 16, lane / 16);
   const Cursor<TileK> k_cursor(sK, key + lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -24,8 +25,13 @@ __device__ inline void add_qk(float (&rS)[kTiles][kKeys / 8][4], const char* sQ,
       ldmatrix_x4(rK, k_cursor.at(16 * n, k));
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
-        mma_m16n8k16(rS[m][2 * n], rQ[m], rK[0], rK[1], Element{});
-        mma_m16n8k16(rS[m][2 * n + 1], rQ[m], rK[2], rK[3], Element{});
+        if (k == 0) {
+          mma_m16n8k16(rS[m][2 * n], rQ[m], rK[0], rK[1], start[m][0], start[m][1], Element{});
+          mma_m16n8k16(rS[m][2 * n + 1], rQ[m], rK[2], rK[3], start[m][0], start[m][1], Element{});
+        } else {
+          mma_m16n8k16(rS[m][2 * n], rQ[m], rK[0], rK[1], Element{});
+          mma_m16n8k16(rS[m][2 * n + 1], rQ[m], rK[2], rK[3], Element{});
+        }
       }
     }
   }
@@ -34,13 +40,8 @@ __device__ inline void add_qk(float (&rS)[kTiles][kKeys / 8][4], const char* sQ,
 // S (rows of the warp x kKeys) = Q K^T.
 template <class Element, class TileQ, class TileK, int kTiles, int kKeys, int kWidth>
 __device__ inline void multiply_qk(float (&rS)[kTiles][kKeys / 8][4], const char* sQ, const char* sK, int row, int key = 0) {
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) rS[m][n][e] = 0;
-  add_qk<Element, TileQ, TileK, kTiles, kKeys, kWidth>(rS, sQ, sK, row, key);
+  const float zero[kTiles][2] = {};
+  multiply_qk<Element, TileQ, TileK, kTiles, kKeys, kWidth>(rS, sQ, sK, row, key, zero);
 }
 
 // O (rows of the warp x kWidth) += P V; P is in registers in the layout of the accumulators of S, V in shared memory, row-major.
