@@ -42,6 +42,12 @@ __device__ inline void smem_store(unsigned smem, unsigned x) { asm volatile("st.
 __device__ inline void stmatrix_x4(unsigned smem, const unsigned (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]));
 }
+// The same for tiles that lie transposed in the registers.
+__device__ inline void stmatrix_x4_trans(unsigned smem, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+               "r"(r[3])
+               : "memory");
+}
 
 // Scope: warp. D (16 x 8, float) += A (16 x 16, row-major) B (16 x 8, column-major).
 __device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Half) {
@@ -85,6 +91,8 @@ __device__ inline int opaque(int x) {
   return x;
 }
 
+__device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+__device__ inline void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // 2^x by the special function unit; 2^-inf is 0.
 __device__ inline float ex2(float x) {
   float y;

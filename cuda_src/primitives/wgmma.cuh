@@ -39,4 +39,20 @@ __device__ inline void issue_pv(float (&rO)[1][kWidth / 8][4], const unsigned (&
   for (int n = 0; n < kKeys / 16; ++n) wgmma_rs(rO[0], rP[n], b + n * (16 * 128 >> 4), n > 0 ? 1 : accumulate, Element{});
 }
 
+// dQ (64 x kWidth) = dS K, queued: dS in shared memory, rows of kKeys, K with its keys along the reduction.
+template <class Element, int kRows, int kKeys, int kWidth>
+__device__ inline void issue_dq(float (&rdQ)[1][kWidth / 8][4], unsigned ds, unsigned k) {
+  const unsigned long long a = descriptor(ds, 16), b = descriptor(k, kKeys * 128);
+#pragma unroll
+  for (int n = 0; n < kKeys / 16; ++n) {
+    const int panel = n / 4, step = n % 4 * 2;
+    wgmma_ss_t(rdQ[0], a + (panel * (kRows * 128 >> 4) + step), b + n * (16 * 128 >> 4), n > 0, Element{});
+  }
+}
+
+// Scope: warp. A buffer is free again.
+__device__ inline void release(unsigned long long& barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
+}
+
 }  // namespace cupyflash

@@ -1,0 +1,280 @@
+// bwd_sm90.cu: dK, dV and the sums of dQ, by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm90.cu and
+// bwd_sm80.cu; bwd_delta.cu has run before it, bwd_convert.cu runs after it.
+//
+// Algorithm  FlashAttention-3's backward (arXiv 2407.08608, appendix B): a block of keys stays, the blocks of rows pass by. S^T = K Q^T and
+//            dP^T = V dO^T have the keys as rows, so that P^T and dS^T are the left operands of dV and dK where they are, in registers. Only
+//            dS goes through shared memory, for dQ = dS K.
+// Work       One block computes kBlockN keys of one key head: all query heads that read it, one after another, so no sum over them is left.
+// Walk       From the last visible row block down to the first, of each query head.
+// Threads    Warpgroup 0 copies: a thread queues the tiles, a warp fetches LSE and delta. The other two have 64 keys each of S, dP, dK and dV;
+//            of dQ each has half: of the columns, or of the rows where a block has 128.
+// Smem       sK, sV; kStages tiles of Q and of dO with their vectors; dS twice, so that one barrier a row block is enough.
+// dQ         Added to dq_sum by atomics, in no fixed order; bwd_convert makes dQ of it.
+// Edges      Rows past Sq are zeros with LSE = +inf: P = 0. Keys past their used length are masked.
+// Way out    As bwd_sm80: a key whose dK or dV is not finite is computed again by key_gradient.
+#include "../primitives/gradient.cuh"
+#include "../primitives/wgmma.cuh"
+
+namespace cupyflash {
+
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+struct TensorMaps {
+  TensorMap q, k, v, dout;  // 4-D: column, row, head, batch
+};
+
+template <class C>
+struct Smem {
+  using TileK = Panels<C::kBlockN, C::kHeadDim>;
+  using TileV = Panels<C::kBlockN, C::kHeadDimV>;
+  using TileQ = Panels<C::kBlockM, C::kHeadDim>;
+  using TileO = Panels<C::kBlockM, C::kHeadDimV>;
+  using TileS = Panels<C::kBlockM, C::kBlockN>;
+  alignas(1024) char k[TileK::kBytes];
+  alignas(1024) char v[TileV::kBytes];
+  alignas(1024) char q[C::kStages][TileQ::kBytes];
+  alignas(1024) char dout[C::kStages][TileO::kBytes];
+  alignas(1024) char ds[2][TileS::kBytes];  // rows are query rows
+  alignas(16) float reference[C::kStages][C::kBlockM];
+  float delta[C::kStages][C::kBlockM];
+  alignas(8) unsigned long long keys_full, q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
+};
+
+// Scope: one thread. Queues the copy of a tile, panel by panel.
+template <class T>
+__device__ inline void load_panels(const char* tile, const TensorMap& map, unsigned long long& barrier, int row, int head, int batch) {
+#pragma unroll
+  for (int n = 0; n < T::kCount; ++n) {
+    tma_load(smem_address(tile + n * T::kPanelBytes), &map, smem_address(&barrier), 64 * n, row, head, batch);
+  }
+}
+
+// The row blocks that pass by a block of keys: of each query head that reads it, from the last to the first.
+template <class C>
+struct RowBlocks {
+  int h, i, left;
+  __device__ RowBlocks(const ForwardParams& f, const KeyWork<C>& w) {
+    const int group = f.num_heads_q / f.num_heads_kv;
+    h = w.h_kv * group;
+    i = w.row_last - 1;
+    left = group * (w.row_last - w.row_first);
+  }
+  __device__ void next(const KeyWork<C>& w) {
+    --left;
+    if (--i < w.row_first) {
+      i = w.row_last - 1;
+      ++h;
+    }
+  }
+};
+
+template <class C>
+__device__ inline KeyWork<C> key_work(const ForwardParams& f) {
+  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
+  return KeyWork<C>(f, blockIdx.x / key_blocks, blockIdx.x % key_blocks);
+}
+
+template <class C>
+__device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
+  using M = Smem<C>;
+  const ForwardParams& f = p.forward;
+  const KeyWork<C> w = key_work<C>(f);
+  if (threadIdx.x == 0) {
+    RowBlocks<C> rows(f, w);
+    if (rows.left == 0) return;
+    mbarrier_arrive_expect(smem_address(&smem.keys_full), M::TileK::kBytes + M::TileV::kBytes);
+    load_panels<typename M::TileK>(smem.k, maps.k, smem.keys_full, w.key, w.h_kv, w.b);
+    load_panels<typename M::TileV>(smem.v, maps.v, smem.keys_full, w.key, w.h_kv, w.b);
+    for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
+      const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
+      mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
+      mbarrier_arrive_expect(smem_address(&smem.q_full[stage]), M::TileQ::kBytes);
+      load_panels<typename M::TileQ>(smem.q[stage], maps.q, smem.q_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+      mbarrier_wait(smem_address(&smem.dout_empty[stage]), parity);
+      mbarrier_arrive_expect(smem_address(&smem.dout_full[stage]), M::TileO::kBytes);
+      load_panels<typename M::TileO>(smem.dout[stage], maps.dout, smem.dout_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+    }
+  } else if (threadIdx.x / 32 == 1) {
+    RowBlocks<C> rows(f, w);
+    for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
+      const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
+      const long long first = (static_cast<long long>(w.b) * f.num_heads_q + rows.h) * f.seqlen_q + rows.i * C::kBlockM;
+      const int count = w.s.used_q - rows.i * C::kBlockM;
+      mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
+#pragma unroll
+      for (int r = threadIdx.x % 32; r < C::kBlockM; r += 32) {
+        smem.reference[stage][r] = r < count ? p.row_reference[first + r] : infinity(0.0f);
+        smem.delta[stage][r] = r < count ? static_cast<const float*>(p.row_delta)[first + r] : 0.0f;
+      }
+      mbarrier_arrive(smem_address(&smem.q_full[stage]));
+    }
+  }
+}
+
+// S^T becomes P^T: rows are keys, from `key` on, columns query rows, from `row` on.
+template <class C, bool kMasked>
+__device__ inline void weights_step(const ForwardParams& f, const Sequence& s, int key, int row, float (&rS)[1][C::kBlockM / 8][4],
+                                    const float* reference) {
+  const int lane = threadIdx.x % 32;
+  const float scale_log2 = f.softmax_scale_log2;
+  RowRange seen[2];  // the rows that see the lane's two keys
+  if constexpr (kMasked) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int j = key + lane / 4 + 8 * r;
+      seen[r] = visible_rows<C>(f, s, j, j + 1);
+      if (j >= s.used_k) seen[r].last = 0;
+      seen[r].first -= row + 2 * (lane % 4);
+      seen[r].last -= row + 2 * (lane % 4);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < C::kBlockM / 8; ++n) {
+    const float2 of = *reinterpret_cast<const float2*>(reference + 8 * n + 2 * (lane % 4));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int column = 8 * n + e % 2;
+      const float weight = ex2(fmaf(rS[0][n][e], scale_log2, e % 2 ? -of.y : -of.x));
+      const bool visible = !kMasked || (column >= seen[e / 2].first && column < seen[e / 2].last);
+      rS[0][n][e] = visible ? weight : 0.0f;
+    }
+  }
+}
+
+// The accumulators of a 64 x 8 kTiles product as the left operand of the next.
+template <class Element, int kTiles>
+__device__ inline void pack_left(unsigned (&packed)[kTiles / 2][4], const float (&r)[1][kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles / 2; ++n) {
+    packed[n][0] = pack(r[0][2 * n][0], r[0][2 * n][1], Element{});
+    packed[n][1] = pack(r[0][2 * n][2], r[0][2 * n][3], Element{});
+    packed[n][2] = pack(r[0][2 * n + 1][0], r[0][2 * n + 1][1], Element{});
+    packed[n][3] = pack(r[0][2 * n + 1][2], r[0][2 * n + 1][3], Element{});
+  }
+}
+
+template <class C>
+__device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
+  using Element = typename C::Element;
+  using M = Smem<C>;
+  constexpr bool kByRows = C::kBlockM == 128;  // of dQ each warpgroup has 64 rows, else half of the columns
+  constexpr int kWidthQ = kByRows ? C::kHeadDim : C::kHeadDim / 2;
+  static_assert(C::kBlockN == 128 && (C::kBlockM == 64 || C::kBlockM == 128) && kWidthQ <= 64);
+  const ForwardParams& f = p.forward;
+  const KeyWork<C> w = key_work<C>(f);
+  const int g = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int key = w.key + 64 * g + 16 * warp;  // the warp's first
+  const unsigned sK = smem_address(smem.k), own_k = sK + g * 64 * 128, own_v = smem_address(smem.v) + g * 64 * 128;
+  // Where the warp's 16 keys of a row of dS lie, for stmatrix: 8 rows by 8 keys from each 8 lanes.
+  const unsigned ds_place = g * M::TileS::kPanelBytes + (lane % 8 + lane / 16 * 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+
+  float rdK[1][C::kHeadDim / 8][4] = {};
+  float rdV[1][C::kHeadDimV / 8][4] = {};
+  RowBlocks<C> rows(f, w);
+  if (rows.left > 0) mbarrier_wait(smem_address(&smem.keys_full), 0);
+  for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
+    const int stage = n % C::kStages, parity = n / C::kStages % 2;
+    const unsigned sQ = smem_address(smem.q[stage]), sdO = smem_address(smem.dout[stage]), sdS = smem_address(smem.ds[n % 2]);
+    const int row = rows.i * C::kBlockM;
+    float rS[1][C::kBlockM / 8][4], rdP[1][C::kBlockM / 8][4];
+    mbarrier_wait(smem_address(&smem.q_full[stage]), parity);
+    wgmma_fence();
+    issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDim>(rS, own_k, sQ);
+    wgmma_commit();
+    mbarrier_wait(smem_address(&smem.dout_full[stage]), parity);
+    wgmma_fence();
+    issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, own_v, sdO);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (w.is_full(rows.i)) {
+      weights_step<C, false>(f, w.s, key, row, rS, smem.reference[stage]);
+    } else {
+      weights_step<C, true>(f, w.s, key, row, rS, smem.reference[stage]);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int t = 0; t < C::kBlockM / 8; ++t) {
+      const float2 of = *reinterpret_cast<const float2*>(smem.delta[stage] + 8 * t + 2 * (lane % 4));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rdP[0][t][e] = rS[0][t][e] * (rdP[0][t][e] - (e % 2 ? of.y : of.x));
+    }
+    unsigned rP[C::kBlockM / 16][4], rdS[C::kBlockM / 16][4];
+    pack_left<Element>(rP, rS);
+    pack_left<Element>(rdS, rdP);
+#pragma unroll
+    for (int t = 0; t < C::kBlockM / 16; ++t) stmatrix_x4_trans(sdS + ds_place + t * 16 * 128, rdS[t]);
+    fence_async_proxy();
+    wgmma_fence();
+    issue_pv<Element, C::kBlockM, C::kHeadDimV>(rdV, rP, sdO, 1);
+    wgmma_commit();
+    named_barrier_sync(1, 256);  // dS of both warpgroups is there, and both have done with the other buffer
+    float rdQ[1][kWidthQ / 8][4];
+    wgmma_fence();
+    issue_dq<Element, C::kBlockM, C::kBlockN, kWidthQ>(rdQ, sdS + (kByRows ? g * 64 * 128 : 0), sK + (kByRows ? 0 : g * M::TileK::kPanelBytes));
+    wgmma_commit();
+    issue_pv<Element, C::kBlockM, C::kHeadDim>(rdK, rdS, sQ, 1);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release(smem.dout_empty[stage]);
+    const int first = row + 16 * warp + (kByRows ? 64 * g : 0);
+    if (first < f.seqlen_q) {
+      float* sums = QuerySums<C>::at(QuerySums<C>::of_head(p, w.b, rows.h), first / 16, kByRows ? 0 : 8 * g);
+#pragma unroll
+      for (int c = 0; c < kWidthQ / 8; ++c) QuerySums<C>::add(sums + c * 128, rdQ[0][c]);
+    }
+    wgmma_wait<0>();
+    release(smem.q_empty[stage]);
+  }
+
+  const int count = f.seqlen_k - key;
+  if (p.dk) {
+    auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
+    store_gradient<C::kUnaligned, C::kHeadDim, 1, 1>(out, p.dk_stride_seq, count, f.head_dim, rdK, static_cast<float>(f.softmax_scale), 0);
+  }
+  if (p.dv) {
+    auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
+    store_gradient<C::kUnaligned, C::kHeadDimV, 1, 1>(out, p.dv_stride_seq, count, f.head_dim_v, rdV, 1.0f, 0);
+  }
+  __syncwarp();  // what was written of these keys is overwritten by other lanes
+  for (unsigned again = not_finite(rdK[0]) | not_finite(rdV[0]); again; again &= again - 1) {
+    const int j = key + __ffs(again) - 1;
+    if (j < f.seqlen_k) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
+  }
+}
+
+template <class C>
+__device__ inline void backward(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
+  if (threadIdx.x == 0) {
+    prefetch_map(&maps.q);
+    prefetch_map(&maps.k);
+    prefetch_map(&maps.v);
+    prefetch_map(&maps.dout);
+  }
+  if (threadIdx.x == 128) {
+    mbarrier_init(smem_address(&smem.keys_full), 1);
+    for (int n = 0; n < C::kStages; ++n) {
+      mbarrier_init(smem_address(&smem.q_full[n]), 1 + 32);  // the thread of the tiles and the warp of the vectors
+      mbarrier_init(smem_address(&smem.dout_full[n]), 1);
+      mbarrier_init(smem_address(&smem.q_empty[n]), 8);
+      mbarrier_init(smem_address(&smem.dout_empty[n]), 8);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_give<24>();
+    produce<C>(p, maps, smem);
+  } else {
+    registers_take<240>();
+    consume<C>(p, smem);
+  }
+}
+
+}  // namespace cupyflash
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    bwd_sm90(const __grid_constant__ cupyflash::BackwardParams p, const __grid_constant__ cupyflash::TensorMaps maps) {
+  extern __shared__ __align__(1024) char dynamic_smem[];
+  cupyflash::backward<Config>(p, maps, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));
+}
