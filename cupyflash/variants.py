@@ -88,10 +88,10 @@ class Variant(NamedTuple):
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a block: the tile of Q, and `stages` tiles of K and of V."""
         c = self.config
-        if isinstance(c, Sm90Config):  # panels of 64 columns; then the barriers, and up to the next kilobyte
+        if isinstance(c, Sm90Config):  # panels of 64 columns; then barriers and works, and up to the next kilobyte
             keys = c.stages * c.block_n * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
-            return -(-(queries + keys + 8 * (2 * c.stages_q + 4 * c.stages)) // 1024) * 1024
+            return -(-(queries + keys + 8 * (2 * c.stages_q + 4 * c.stages) + _WORK_BYTES * c.stages_q) // 1024) * 1024
         if not isinstance(c, FwdConfig):
             return 0
         keys = c.stages * c.block_n * (_pitch_bytes(self.head_dim) + _pitch_bytes(self.head_dim_v))
@@ -107,6 +107,8 @@ def _panel_bytes(width: int) -> int:
     """A row of a tile of 16-bit elements as tensor maps with 128-byte swizzle write it (wgmma.cuh)."""
     return -(-width // 64) * 128
 
+
+_WORK_BYTES = 64  # Work in softmax.cuh
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 

@@ -1,12 +1,12 @@
 // fwd_sm90.cu: attention forward by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm80.cu.
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
-// Work       A tile is kBlockM rows of one head. A block takes one tile, or, where the grid is smaller, every gridDim-th, there and back,
-// so
-//            that long and short ones come together. Under a causal mask the longest come first.
+// Work       A tile is kBlockM rows of one head. A block takes one tile, or, where the grid is smaller, every gridDim-th, there and back.
 // Walk       From the last visible key block down to the first.
-// Threads    Warpgroup 0 copies: one thread queues all loads. The others have 64 rows of S and O each, in registers.
-// Smem       sQ, then kStages tiles of K and of V, each with a barrier that says "full" and one that says "empty".
+// Threads    Warpgroup 0 copies: one thread decides what is next and queues all loads. The others have 64 rows of S and O each, in
+//            registers, and do what they find in shared memory; of the key blocks of the tile each passes over those it does not see.
+// Smem       kStagesQ tiles of Q, each with its Work, then kStages tiles of K and of V; a barrier that says "full" and one that says
+//            "empty" for each.
 // Way out    As fwd_sm80: a row that left the range is computed again by attend_row.
 #include "../primitives/softmax.cuh"
 #include "../primitives/wgmma.cuh"
@@ -30,6 +30,7 @@ struct Smem {
   alignas(1024) char v[C::kStages][TileV::kBytes];
   alignas(8) unsigned long long q_full[C::kStagesQ], q_empty[C::kStagesQ];
   unsigned long long k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+  Work<C> work[C::kStagesQ];  // of the tile of Q, its keys those that are copied; row -1: there is no more
 
   // Where 16 bytes of a row lie in a tile of Q.
   __device__ static char* at(char* q, int row, int chunk) {
@@ -80,57 +81,7 @@ __device__ inline void release(unsigned long long& barrier) {
   }
 }
 
-// The tiles of one block in turn. All threads of a block walk the same ones.
-template <class C>
-struct Tiles {
-  int pass = 0;
-
-  // The next tile, or -1.
-  __device__ int next(const ForwardParams& p) {
-    if constexpr (!C::kPersistent) return pass++ ? -1 : static_cast<int>(blockIdx.x);
-    const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
-    const long long tile = static_cast<long long>(pass++) * grid + place;
-    return tile < static_cast<long long>(row_blocks(p)) * p.batch * p.num_heads_q ? static_cast<int>(tile) : -1;
-  }
-
-  // Of a head; in a cluster, whose two blocks take neighbours, an even number.
-  __device__ static int row_blocks(const ForwardParams& p) {
-    constexpr int kRows = C::kCluster * C::kBlockM;
-    return (p.seqlen_q + kRows - 1) / kRows * C::kCluster;
-  }
-
-  __device__ static Work<C> work(const ForwardParams& p, int tile) {
-    const int row_blocks = Tiles::row_blocks(p), heads = p.batch * p.num_heads_q;
-    if constexpr (C::kCausal) {
-      // Heads whose K and V share the L2 (32 MB of it) make a section, in it the longest row blocks of all heads come first.
-      const long long bytes = 2ll * p.seqlen_k * (p.head_dim + p.head_dim_v);
-      const int group = p.num_heads_q / p.num_heads_kv;
-      const int section = static_cast<int>(max(1ll, min(static_cast<long long>(heads), (32ll << 20) / max(bytes, 1ll) * group)));
-      const int first = tile / (section * row_blocks) * section, inside = tile % (section * row_blocks);
-      const int wide = min(section, heads - first);
-      const int n = inside / C::kCluster, neighbour = inside % C::kCluster;
-      return Work<C>(p, first + n % wide, row_blocks - 1 - n / wide * C::kCluster - neighbour);
-    } else {
-      return Work<C>(p, tile / row_blocks, row_blocks - 1 - tile % row_blocks);
-    }
-  }
-};
-
-struct BlockRange {
-  int first, last;
-};
-
-// The key blocks that are copied for a tile: those it sees, in a cluster those that it or its neighbour sees.
-template <class C>
-__device__ inline BlockRange copied_blocks(const ForwardParams& p, const Work<C>& w) {
-  if constexpr (C::kCluster == 1) return {w.key_first, w.key_last};
-  const int row = w.row / (2 * C::kBlockM) * (2 * C::kBlockM);
-  const KeyRange keys = visible_keys<C>(p, w.s, row, min(row + 2 * C::kBlockM, w.s.used_q));
-  if (row >= w.s.used_q || keys.first >= keys.last) return {0, 0};
-  return {keys.first / C::kBlockN, (keys.last + C::kBlockN - 1) / C::kBlockN};
-}
-
-// Blocks that only the neighbour sees: waited for and released.
+// Blocks of keys that other warpgroups multiply: waited for and released.
 template <class C>
 __device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
   for (; count > 0; --count) {
@@ -142,16 +93,49 @@ __device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
   }
 }
 
+// The tiles of one block in turn.
+template <class C>
+struct Tiles {
+  static constexpr int kRows = C::kCluster * C::kBlockM;  // the two blocks of a cluster take neighbours, the first an even one
+  int row_blocks, heads, section, pass = 0;
+
+  __device__ explicit Tiles(const ForwardParams& p) {
+    row_blocks = (p.seqlen_q + kRows - 1) / kRows * C::kCluster;
+    heads = p.batch * p.num_heads_q;
+    // Heads whose K and V share the L2 (32 MB of it) make a section.
+    const float head_bytes = 2.0f * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_heads_kv / p.num_heads_q;
+    section = C::kCausal ? static_cast<int>(fmaxf(1.0f, fminf(heads, 33554432.0f / head_bytes))) : 1;
+  }
+
+  // The next tile, or -1.
+  __device__ int next() {
+    if constexpr (!C::kPersistent) return pass++ ? -1 : static_cast<int>(blockIdx.x);
+    const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
+    const long long tile = static_cast<long long>(pass++) * grid + place;
+    return tile < static_cast<long long>(row_blocks) * heads ? static_cast<int>(tile) : -1;
+  }
+
+  // Row blocks of all heads of a section come in the order of their length: falling in the last section, which so ends with short ones,
+  // rising in the one before it, and so on. Where lengths change steadily, there and back gives each block the same sum of them.
+  __device__ Work<C> work(const ForwardParams& p, int tile) const {
+    const int n = tile / (section * row_blocks), inside = tile % (section * row_blocks);
+    const int wide = min(section, heads - n * section), pair = inside / C::kCluster;
+    int row_block = pair / wide * C::kCluster + inside % C::kCluster;
+    if ((heads - 1) / section % 2 == n % 2) row_block = row_blocks - 1 - row_block;
+    Work<C> w(p, n * section + pair % wide, row_block);
+    if constexpr (C::kCluster == 2) w.keys = key_blocks<C>(p, w.s, w.row / kRows * kRows, kRows);
+    return w;
+  }
+};
+
 template <class C>
 __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using S = Smem<C>;
   Ring<C::kStagesQ> q;
   Ring<C::kStages> k, v;
-  Tiles<C> tiles;
-  for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) {
-    const Work<C> w = Tiles<C>::work(p, tile);
-    const BlockRange keys = copied_blocks(p, w);
-    if (keys.first == keys.last) continue;
+  Tiles<C> tiles(p);
+  for (int tile = tiles.next(); tile >= 0; tile = tiles.next()) {
+    const Work<C> w = tiles.work(p, tile);
     const int head = w.h / (p.num_heads_q / p.num_heads_kv);
     auto load_k = [&](int j) {
       mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
@@ -165,15 +149,21 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
                                                               j * C::kBlockN, head, w.b);
       ++v.used;
     };
-    load_k(keys.last - 1);
+    if (!w.keys.empty()) load_k(w.keys.last - 1);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
+    smem.work[q.stage()] = w;
     load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage()], maps.q, smem_address(&smem.q_full[q.stage()]), w.row, w.h, w.b);
     ++q.used;
-    for (int j = keys.last - 2; j >= keys.first; --j) {
+    for (int j = w.keys.last - 2; j >= w.keys.first; --j) {
       load_k(j);
       load_v(j + 1);
     }
-    load_v(keys.first);
+    if (!w.keys.empty()) load_v(w.keys.first);
+  }
+  if constexpr (C::kPersistent) {
+    mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
+    smem.work[q.stage()].row = -1;
+    mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
   }
 }
 
@@ -225,7 +215,9 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
 // The end of a tile: O and LSE of a warp's rows, through the warp's own rows of sQ, so that each row leaves as whole lines.
 template <class C>
 __device__ inline void write_rows(const ForwardParams& p, const Work<C>& w, const float (&rO)[1][C::kHeadDimV / 8][4],
-                                  const RowState<1>& state, char* sQ, int warpgroup, int warp_row) {
+                                  const RowState<1>& state, char* sQ) {
+  const unsigned thread = opaque(threadIdx.x);  // what follows from it is not to be kept through the loops before
+  const int warpgroup = static_cast<int>(thread / 128) - 1, warp_row = static_cast<int>(thread / 32 % 4) * 16 + 64 * warpgroup;
   unsigned again;
   if constexpr (kStaged<C>) {
     named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
@@ -236,7 +228,7 @@ __device__ inline void write_rows(const ForwardParams& p, const Work<C>& w, cons
     constexpr int kChunks = C::kHeadDimV / 8;
     char* gO = static_cast<char*>(p.out) + 2 * (w.b * p.out_stride_batch + w.h * p.out_stride_head);
 #pragma unroll
-    for (int n = threadIdx.x % 32; n < 16 * kChunks; n += 32) {
+    for (unsigned n = thread % 32; n < 16 * kChunks; n += 32) {
       const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
       if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
         *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
@@ -252,34 +244,22 @@ __device__ inline void write_rows(const ForwardParams& p, const Work<C>& w, cons
   for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
 }
 
-// What stays of a consumer from tile to tile: where the rings are.
+// Scope: warpgroup. One tile, whose Q is there.
 template <class C>
-struct Rings {
-  Ring<C::kStagesQ> q;
-  Ring<C::kStages> k;  // V's is one behind within a tile
-};
-
-template <class C>
-__device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, Rings<C>& rings) {
+__device__ inline void consume(const ForwardParams& p, const Work<C>& w, char* sQ, Smem<C>& smem, Ring<C::kStages>& k) {
   using Element = typename C::Element;
   constexpr int kConsumers = C::kBlockM / 64;
   const int warpgroup = threadIdx.x / 128 - 1;
-  const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
-  const bool leads = threadIdx.x % 32 == 0;
+  const int warp_row = threadIdx.x / 32 * 16 - 64;
 
-  const Work<C> w = Tiles<C>::work(p, tile);
-  if constexpr (C::kCluster == 2) {
-    const BlockRange keys = copied_blocks(p, w);
-    if (w.key_first == w.key_last && keys.first < keys.last) {
-      mbarrier_wait(smem_address(&smem.q_full[rings.q.stage()]), rings.q.parity());
-      if (leads) mbarrier_arrive(smem_address(&smem.q_empty[rings.q.stage()]));
-      ++rings.q.used;
-      skip(smem, rings.k, keys.last - keys.first);
-    } else {
-      skip(smem, rings.k, keys.last - w.key_last);
-    }
+  // Warpgroups that take turns meet at each block.
+  KeyBlocks keys = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
+  if constexpr (C::kPingPong) {
+    keys.first = w.keys.first;
+    keys.last = w.keys.last;
   }
-  if (w.key_first == w.key_last) {  // rows that see no key
+  skip(smem, k, w.keys.last - (keys.empty() ? w.keys.first : keys.last));
+  if (keys.empty()) {  // rows that see no key
     for (int i = w.row + warp_row; i < min(w.row + warp_row + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
     return;
   }
@@ -306,11 +286,7 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
       rP[n][3] = pack(rS[0][2 * n + 1][2], rS[0][2 * n + 1][3], Element{});
     }
   };
-  auto& [ring_q, k] = rings;
-  char* const sQ = smem.q[ring_q.stage()];
   const unsigned q = smem_address(sQ) + warpgroup * 64 * 128;
-
-  mbarrier_wait(smem_address(&smem.q_full[ring_q.stage()]), ring_q.parity());
   if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
     for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
       const int panel = word / (64 * 32), inside = word % (64 * 32);
@@ -320,7 +296,7 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
     named_barrier_sync(1 + warpgroup, 128);
   }
 
-  int j = w.key_last - 1;
+  int j = keys.last - 1;
   mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
   wgmma_fence();
   issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
@@ -336,11 +312,11 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
       const Ring<C::kStages> v{k.used - 1};
       mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
       const int words = (C::kBlockN - valid) * 32;
-      for (int n = threadIdx.x - 128; n < words * Smem<C>::TileV::kCount; n += 2 * C::kBlockM) {
+      for (int n = threadIdx.x % 128; n < words * Smem<C>::TileV::kCount; n += 128) {
         reinterpret_cast<unsigned*>(smem.v[v.stage()] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
       }
       fence_async_proxy();
-      named_barrier_sync(8, 2 * C::kBlockM);
+      named_barrier_sync(1 + warpgroup, 128);
     }
   }
   // Whether all rows of the warp have a reference.
@@ -349,9 +325,9 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
   // Ping-pong: a warpgroup queues its products when the one before it has queued its own, so that they take turns at the tensor cores, and
   // one's exponentials run under another's products.
   const int turn = 4 + warpgroup, next_turn = 4 + (warpgroup + 1) % kConsumers;
-  if (C::kPingPong && warpgroup == kConsumers - 1 && j > w.key_first) named_barrier_arrive(next_turn, 256);
+  if (C::kPingPong && warpgroup == kConsumers - 1 && j > keys.first) named_barrier_arrive(next_turn, 256);
   int accumulate = 0;
-  for (--j; j >= w.key_first; --j) {
+  for (--j; j >= keys.first; --j) {
     const Ring<C::kStages> v{k.used - 1};
     mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
     if constexpr (C::kPingPong) named_barrier_sync(turn, 256);
@@ -362,23 +338,19 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
     wgmma_fence();
     issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
     wgmma_commit();
-    if (C::kPingPong && (warpgroup < kConsumers - 1 || j > w.key_first)) named_barrier_arrive(next_turn, 256);
+    if (C::kPingPong && (warpgroup < kConsumers - 1 || j > keys.first)) named_barrier_arrive(next_turn, 256);
     accumulate = 1;
     wgmma_wait<1>();
     release<C::kCluster>(smem.k_empty[k.stage()]);
     ++k.used;
     bool grew = false;
-    const bool full = w.is_full(j);
+    const bool full = keys.is_full(j);
     if (kWithoutMaximum<C> && full && started) {
       softmax_full<C>(p, rS, state, [&] { grew = true; });
     } else if (!kWithoutMaximum<C> && full) {
       softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
     } else {
-      if constexpr (kWithoutMaximum<C>) {  // few blocks come here: rather look their work up again than keep it
-        softmax_step<C, true, 1>(p, Tiles<C>::work(p, opaque(tile)), j, rS, state, warp_row, [&] { grew = true; });
-      } else {
-        softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
-      }
+      softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
       started = have_reference();
     }
     wgmma_wait<0>();
@@ -393,20 +365,19 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
   wgmma_commit();
   wgmma_wait<0>();
   release<C::kCluster>(smem.v_empty[v.stage()]);
-  if constexpr (C::kCluster == 2) {
-    const Work<C> again = Tiles<C>::work(p, opaque(tile));
-    skip(smem, k, again.key_first - copied_blocks(p, again).first);
-  }
-  write_rows<C>(p, Tiles<C>::work(p, opaque(tile)), rO, state, smem.q[ring_q.stage()], warpgroup, warp_row);
-  fence_async_proxy();
-  __syncwarp();
-  if (leads) mbarrier_arrive(smem_address(&smem.q_empty[ring_q.stage()]));
-  ++ring_q.used;
+  skip(smem, k, keys.first - w.keys.first);
+  write_rows<C>(p, w, rO, state, sQ);
 }
+
 template <class C>
 __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   constexpr int kConsumers = C::kBlockM / 64;
   if (threadIdx.x == 0) {
+    prefetch_map(&maps.q);
+    prefetch_map(&maps.k);
+    prefetch_map(&maps.v);
+  }
+  if (threadIdx.x == 128) {
     for (int n = 0; n < C::kStagesQ; ++n) {
       mbarrier_init(smem_address(&smem.q_full[n]), 1);
       mbarrier_init(smem_address(&smem.q_empty[n]), 4 * kConsumers);
@@ -429,9 +400,15 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     if (threadIdx.x == 0) produce<C>(p, maps, smem);
   } else {
     registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
-    Rings<C> rings;
-    Tiles<C> tiles;
-    for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) consume<C>(p, tile, smem, rings);
+    Ring<C::kStages> k;  // V's is one behind within a tile
+    for (Ring<C::kStagesQ> q; C::kPersistent || q.used == 0; ++q.used) {
+      mbarrier_wait(smem_address(&smem.q_full[q.stage()]), q.parity());
+      if (smem.work[q.stage()].row < 0) break;
+      consume<C>(p, smem.work[q.stage()], smem.q[q.stage()], smem, k);
+      fence_async_proxy();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&smem.q_empty[q.stage()]));
+    }
   }
   if constexpr (C::kCluster == 2) cluster_sync();  // copies and arrivals of the neighbour may still come
 }

@@ -56,7 +56,7 @@ __device__ inline unsigned pack(float low, float high, BFloat16) {
 }
 
 // x, of which the compiler knows nothing: what follows from it is computed again, where keeping it would take registers from a loop.
-__device__ inline int opaque(int x) {
+__device__ inline unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
@@ -79,11 +79,11 @@ __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init
 __device__ inline void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier in the same place of block `rank` of the cluster.
+// At the barrier in the same place of block `rank` of the cluster; `.release.cluster` spelled out would be a MEMBAR before each, and all
+// that is to be ordered are products, which have been waited for.
 __device__ inline void mbarrier_arrive_at(unsigned barrier, int rank) {
   asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
-          barrier),
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -107,6 +107,9 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
                  : "memory");
   }
 }
+
+// Scope: thread. Fetches a tensor map ahead of its first use.
+__device__ inline void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Scope: one thread. Copies a box of a 4-D tensor map to shared memory; elements outside of the tensor become zeros and count as bytes.
 __device__ inline void tma_load(unsigned smem, const void* map, unsigned barrier, int x, int y, int z, int w) {

@@ -14,32 +14,44 @@ constexpr float kLargestReference = 4194304.0f;  // 2^22
 template <class C>
 constexpr bool kFused = !(C::kSoftcap || C::kAlibi || C::kBias);
 
+// The key blocks [first, last) that some row of a range sees, and those among them that every row sees whole.
+struct KeyBlocks {
+  int first, last, full_first, full_last;
+  __device__ bool is_full(int j) const { return j >= full_first && j < full_last; }
+  __device__ bool empty() const { return first == last; }
+};
+
+template <class C>
+__device__ inline KeyBlocks key_blocks(const ForwardParams& p, Sequence s, int row, int rows) {
+  const int row_end = min(row + rows, s.used_q);
+  KeyRange some = visible_keys<C>(p, s, row, row_end);
+  if (row >= s.used_q) some.last = some.first;
+  const KeyRange all = keys_of_all<C>(p, s, row, row_end);
+  KeyBlocks blocks;
+  blocks.first = some.first / C::kBlockN;
+  blocks.last = some.first < some.last ? (some.last + C::kBlockN - 1) / C::kBlockN : blocks.first;
+  blocks.full_first = (all.first + C::kBlockN - 1) / C::kBlockN;
+  blocks.full_last = all.last / C::kBlockN;
+  return blocks;
+}
+
 // What one block works on.
 template <class C>
 struct Work {
   int b, h, row;  // row: the first of the block
   Sequence s;
   ScoreContext<C> context;
-  int key_first, key_last;    // key blocks that some row sees
-  int full_first, full_last;  // those among them that every row sees whole, by length, causal and window
+  KeyBlocks keys;
 
+  Work() = default;
   // `head` counts through all batches.
   __device__ Work(const ForwardParams& p, int head, int row_block) : row(row_block * C::kBlockM) {
     b = head / p.num_heads_q;
     h = head % p.num_heads_q;
     s = sequence_of<C>(p, b);
     context = score_context<C>(p, b, h);
-    const int row_end = min(row + C::kBlockM, s.used_q);
-    KeyRange keys = visible_keys<C>(p, s, row, row_end);
-    if (row >= s.used_q) keys.last = keys.first;
-    key_first = keys.first / C::kBlockN;
-    key_last = keys.first < keys.last ? (keys.last + C::kBlockN - 1) / C::kBlockN : key_first;
-    keys = keys_of_all<C>(p, s, row, row_end);
-    full_first = (keys.first + C::kBlockN - 1) / C::kBlockN;
-    full_last = keys.last / C::kBlockN;
+    keys = key_blocks<C>(p, s, row, C::kBlockM);
   }
-
-  __device__ bool is_full(int j) const { return j >= full_first && j < full_last; }
 };
 
 // The softmax state of a warp's rows: lane l owns rows l / 4 and l / 4 + 8 of each 16-row tile.
@@ -80,19 +92,26 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = w.row + warp_row + 16 * m + 8 * r + lane / 4;
+      const int i = w.row + warp_row + 16 * m + 8 * r + lane / 4, first_key = j * C::kBlockN + 2 * (lane % 4);
+      KeyRange seen{0, w.s.used_k};  // of this row, without a mask
+      if constexpr (kMasked) seen = visible_keys<C>(p, w.s, i, i + 1);
+      if ((C::kBias || C::kMask) && i >= w.s.used_q) seen.last = 0;  // they have no such row
+      seen.first -= first_key;
+      seen.last -= first_key;
       float top = -infinity(0.0f);
 #pragma unroll
       for (int n = 0; n < C::kBlockN / 8; ++n) {
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          const int key = j * C::kBlockN + 8 * n + 2 * (lane % 4) + e % 2;
-          const bool exists = (!kMasked || key < w.s.used_k) && ((!kMasked && !C::kBias && !C::kMask) || i < w.s.used_q);
+          const int column = 8 * n + e % 2, key = first_key + column;
+          bool visible = true;
+          if constexpr (kMasked || C::kBias || C::kMask) visible = column < seen.last && (!C::kLocal || column >= seen.first);
+          if constexpr (C::kMask) visible = visible && is_let_through(p, w.context, i, key);
           if constexpr (!kFused<C>) {
-            if (exists) rS[m][n][e] = score_step<C>(p, w.context, w.s, rS[m][n][e], i, key) * static_cast<float>(kLog2E);
+            if (visible) rS[m][n][e] = score_step<C>(p, w.context, w.s, rS[m][n][e], i, key) * static_cast<float>(kLog2E);
           }
           if constexpr (kMasked || C::kMask) {
-            if (!(exists && is_visible<C>(p, w.context, w.s, i, key))) rS[m][n][e] = -infinity(0.0f);
+            if (!visible) rS[m][n][e] = -infinity(0.0f);
           }
           top = fmaxf(top, rS[m][n][e]);
         }
@@ -159,7 +178,7 @@ __device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int 
 template <class C, int kTiles, class Store>
 __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, const float (&rO)[kTiles][C::kHeadDimV / 8][4],
                                   const RowState<kTiles>& state, int warp_row, Store store) {
-  const int lane = opaque(threadIdx.x) % 32;  // not to be kept through the loop before
+  const int lane = static_cast<int>(opaque(threadIdx.x) % 32);  // not to be kept through the loop before
   unsigned again = 0;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {

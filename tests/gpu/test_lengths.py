@@ -66,6 +66,8 @@ def test_kf_072_lengths_around_the_blocks_of_each_row(row: Row, dtype: str, rng:
         for n, (d, sq, sk) in enumerate(itertools.product(head_dims(row), *lengths)):
             q, k, v = (rng.standard_normal((1, s, h, d)).astype(DTYPES[dtype]) for s, h in ((sq, 2), (sk, 1), (sk, 1)))
             options = options_of(row)[n % len(options_of(row))]  # 25 pairs: the other one at the other width
+            if row.causal and sq == 1:  # to a single query no key is in the future: no call for this row
+                continue
             agrees(move, q, k, v, name=f"D={d} Sq={sq} Sk={sk} {options}", **options)
 
 
