@@ -249,16 +249,17 @@ template <class C>
 __device__ inline void consume(const ForwardParams& p, const Work<C>& w, char* sQ, Smem<C>& smem, Ring<C::kStages>& k) {
   using Element = typename C::Element;
   constexpr int kConsumers = C::kBlockM / 64;
-  const int warpgroup = threadIdx.x / 128 - 1;
+  const int warpgroup = uniform(threadIdx.x / 128) - 1;
   const int warp_row = threadIdx.x / 32 * 16 - 64;
 
-  // Warpgroups that take turns meet at each block.
-  KeyBlocks keys = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
-  if constexpr (C::kPingPong) {
-    keys.first = w.keys.first;
-    keys.last = w.keys.last;
+  const KeyBlocks seen = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
+  KeyBlocks keys{uniform(seen.first), uniform(seen.last), uniform(seen.full_first), uniform(seen.full_last)};
+  const int copied_first = uniform(w.keys.first), copied_last = uniform(w.keys.last);
+  if constexpr (C::kPingPong) {  // warpgroups that take turns meet at each block
+    keys.first = copied_first;
+    keys.last = copied_last;
   }
-  skip(smem, k, w.keys.last - (keys.empty() ? w.keys.first : keys.last));
+  skip(smem, k, copied_last - (keys.empty() ? copied_first : keys.last));
   if (keys.empty()) {  // rows that see no key
     for (int i = w.row + warp_row; i < min(w.row + warp_row + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
     return;
@@ -365,7 +366,7 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, char* s
   wgmma_commit();
   wgmma_wait<0>();
   release<C::kCluster>(smem.v_empty[v.stage()]);
-  skip(smem, k, keys.first - w.keys.first);
+  skip(smem, k, keys.first - copied_first);
   write_rows<C>(p, w, rO, state, sQ);
 }
 
@@ -403,7 +404,7 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     Ring<C::kStages> k;  // V's is one behind within a tile
     for (Ring<C::kStagesQ> q; C::kPersistent || q.used == 0; ++q.used) {
       mbarrier_wait(smem_address(&smem.q_full[q.stage()]), q.parity());
-      if (smem.work[q.stage()].row < 0) break;
+      if (uniform(smem.work[q.stage()].row) < 0) break;
       consume<C>(p, smem.work[q.stage()], smem.q[q.stage()], smem, k);
       fence_async_proxy();
       __syncwarp();

@@ -61,6 +61,10 @@ __device__ inline unsigned opaque(unsigned x) {
   return x;
 }
 
+// Scope: warp. x, which is the same in all lanes, as the compiler cannot know of what was read from memory: loops that end by it and
+// addresses that follow from it then take uniform registers, which wgmma's descriptors need, and no instructions that bring lanes together.
+__device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // 2^x by the special function unit; 2^-inf is 0.
 __device__ inline float ex2(float x) {
   float y;
