@@ -134,8 +134,10 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
   Ring<C::kStagesQ> q;
   Ring<C::kStages> k, v;
   Tiles<C> tiles(p);
-  for (int tile = tiles.next(); tile >= 0; tile = tiles.next()) {
-    const Work<C> w = tiles.work(p, tile);
+  int tile = tiles.next();
+  Work<C> next = tiles.work(p, tile);
+  while (tile >= 0) {
+    const Work<C> w = next;
     const int head = w.h / (p.num_heads_q / p.num_heads_kv);
     auto load_k = [&](int j) {
       mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
@@ -154,6 +156,8 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     smem.work[q.stage()] = w;
     load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage()], maps.q, smem_address(&smem.q_full[q.stage()]), w.row, w.h, w.b);
     ++q.used;
+    tile = tiles.next();
+    if (tile >= 0) next = tiles.work(p, tile);  // divisions, while the loads are on their way
     for (int j = w.keys.last - 2; j >= w.keys.first; --j) {
       load_k(j);
       load_v(j + 1);
