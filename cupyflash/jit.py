@@ -95,7 +95,6 @@ def _config(variant: Variant) -> str:
             "kStagesQ": config.stages_q,
             "kPingPong": config.ping_pong,
             "kPersistent": config.persistent,
-            "kCluster": config.cluster,
         }
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]

@@ -45,8 +45,7 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     variant, why = _choose(p, device, FORWARD)
     boxes: tuple[tuple[str, int], ...] = ()
     if isinstance(variant.config, Sm90Config):
-        keys = variant.config.block_n // variant.config.cluster
-        boxes = (("q", variant.config.block_m), ("k", keys), ("v", keys))
+        boxes = (("q", variant.config.block_m), ("k", variant.config.block_n), ("v", variant.config.block_n))
     tiles = _num_tiles(p, variant)
     if isinstance(variant.config, Sm90Config) and variant.config.persistent:
         tiles = min(tiles, device.num_sms)
@@ -162,9 +161,7 @@ def _buffers(p: AttentionProblem) -> dict[str, bool]:
 def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     """Blocks of a one-dimensional grid, which may be 2^31 - 1 long; y and z end at 65535, fewer than some batch x heads."""
     heads = p.batch * p.num_heads_q
-    if isinstance(variant.config, Sm90Config):
-        return -(-p.seqlen_q // (variant.config.cluster * variant.config.block_m)) * variant.config.cluster * heads
-    if isinstance(variant.config, FwdConfig):
+    if isinstance(variant.config, FwdConfig | Sm90Config):
         return -(-p.seqlen_q // variant.config.block_m) * heads
     return _blocks_of(variant, p.seqlen_q * heads)
 

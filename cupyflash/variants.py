@@ -43,7 +43,6 @@ class Sm90Config(NamedTuple):
     stages_q: int = 1
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     persistent: bool = False  # one block an SM, which computes tile after tile
-    cluster: int = 1  # blocks of neighbouring rows that copy K and V for each other
 
     @property
     def warps(self) -> int:
@@ -51,7 +50,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        extras = "p" * self.ping_pong + "t" * self.persistent + "c2" * (self.cluster == 2)
+        extras = "p" * self.ping_pong + "t" * self.persistent
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 
@@ -140,21 +139,26 @@ def _sm80(head_dim: int, options: bool, block_m: int, block_n: int, warps: int, 
     return Row("fwd_sm80", _HALF, head_dim, 80, options, FwdConfig(block_m, block_n, 2, warps), why)
 
 
-def _sm90(head_dim: int, options: bool, block_m: int, block_n: int, why: str, causal: bool | None = None) -> Row:
-    return Row("fwd_sm90", _HALF, head_dim, 90, options, Sm90Config(block_m, block_n, 2), why, "90a", causal)
+def _sm90(head_dim: int, options: bool, config: Sm90Config, why: str, causal: bool | None = None) -> Row:
+    return Row("fwd_sm90", _HALF, head_dim, 90, options, config, why, "90a", causal)
+
+
+def _persistent(block_m: int, block_n: int, stages_q: int, ping_pong: bool = False) -> Sm90Config:
+    return Sm90Config(block_m, block_n, 2, stages_q, ping_pong, persistent=True)
 
 
 # TFLOP/s are of an H200 (2026-11-29, bf16, one batch, S = 16384, heads x D = 2048, not causal), all rows of a width and torch's FA2 in one
 # process. Spills are in the prologue and in what is read once a key block.
 FORWARD = (
-    _sm90(64, False, 192, 112, "543, against 513 for 192x128 with a row maximum in the loop; cuDNN 447"),
-    _sm90(96, False, 128, 128, "not measured"),
-    _sm90(128, False, 192, 80, "726, against 692 for 128x128 and 675 for 128x176; cuDNN 588", causal=False),
-    _sm90(128, False, 128, 128, "673, against 640 for 192x80 and 666 for 128x176; cuDNN 510", causal=True),
-    _sm90(192, False, 128, 112, "not measured"),
-    _sm90(256, False, 128, 80, "722; cuDNN 614"),
-    _sm90(128, True, 128, 128, "the same: all options together leave it without spills"),
-    _sm90(256, True, 128, 48, "what all options together leave without spills"),
+    _sm90(64, False, _persistent(192, 128, 2, ping_pong=True), "", causal=False),
+    _sm90(64, False, _persistent(192, 128, 2), "", causal=True),
+    _sm90(96, False, _persistent(128, 128, 2), ""),
+    _sm90(128, False, _persistent(192, 80, 2), "", causal=False),
+    _sm90(128, False, _persistent(128, 128, 2), "", causal=True),
+    _sm90(192, False, _persistent(128, 112, 1), ""),
+    _sm90(256, False, _persistent(128, 64, 1), ""),
+    _sm90(128, True, Sm90Config(128, 80, 2), "all options together leave it without spills"),
+    _sm90(256, True, Sm90Config(128, 48, 2), "what all options together leave without spills"),
     _sm80(32, False, 128, 64, 4, "242, against 237 for 128x128; FA2 222"),
     _sm80(64, False, 128, 128, 4, "342, and 349 causal where 128x96 has 334, in spite of 20 to 44 bytes of spills; FA2 308"),
     _sm80(96, False, 128, 48, 4, "343, against 314 for 128x64 and 313 for 128x96; FA2 338"),

@@ -54,31 +54,19 @@ struct Ring {
   __device__ unsigned parity() const { return used / kStages % 2; }
 };
 
-// Scope: one thread. Queues the copy of a tile, panel by panel; in a cluster each block copies its half of the rows to both.
-template <class T, int kRows, int kCluster = 1>
-__device__ inline void load_panels(const char* tile, const TensorMap& map, unsigned barrier, int row, int head, int batch) {
-  mbarrier_arrive_expect(barrier, T::kBytes);
-  const int half = kCluster == 2 ? cluster_rank() * (kRows / 2) : 0;
+// Scope: one thread. Queues the copy of a tile, panel by panel.
+template <class T>
+__device__ inline void load_panels(const char* tile, const TensorMap& map, unsigned long long& barrier, int row, int head, int batch) {
+  mbarrier_arrive_expect(smem_address(&barrier), T::kBytes);
 #pragma unroll
   for (int n = 0; n < T::kCount; ++n) {
-    const unsigned target = smem_address(tile + n * T::kPanelBytes + half * 128);
-    if constexpr (kCluster == 2) {
-      tma_load_multicast(target, &map, barrier, 64 * n, row + half, head, batch);
-    } else {
-      tma_load(target, &map, barrier, 64 * n, row, head, batch);
-    }
+    tma_load(smem_address(tile + n * T::kPanelBytes), &map, smem_address(&barrier), 64 * n, row, head, batch);
   }
 }
 
-// Scope: warp. A buffer is free again, for all blocks whose copies it receives.
-template <int kCluster>
+// Scope: warp. A buffer is free again.
 __device__ inline void release(unsigned long long& barrier) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (kCluster == 2) {
-    if (lane < 2) mbarrier_arrive_at(smem_address(&barrier), lane);
-  } else {
-    if (lane == 0) mbarrier_arrive(smem_address(&barrier));
-  }
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
 }
 
 // Blocks of keys that other warpgroups multiply: waited for and released.
@@ -86,9 +74,9 @@ template <class C>
 __device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
   for (; count > 0; --count) {
     mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
-    release<C::kCluster>(smem.k_empty[k.stage()]);
+    release(smem.k_empty[k.stage()]);
     mbarrier_wait(smem_address(&smem.v_full[k.stage()]), k.parity());
-    release<C::kCluster>(smem.v_empty[k.stage()]);
+    release(smem.v_empty[k.stage()]);
     ++k.used;
   }
 }
@@ -96,11 +84,10 @@ __device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
 // The tiles of one block in turn.
 template <class C>
 struct Tiles {
-  static constexpr int kRows = C::kCluster * C::kBlockM;  // the two blocks of a cluster take neighbours, the first an even one
   int row_blocks, heads, section, pass = 0;
 
   __device__ explicit Tiles(const ForwardParams& p) {
-    row_blocks = (p.seqlen_q + kRows - 1) / kRows * C::kCluster;
+    row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
     heads = p.batch * p.num_heads_q;
     // Heads whose K and V share the L2 (32 MB of it) make a section.
     const float head_bytes = 2.0f * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_heads_kv / p.num_heads_q;
@@ -119,11 +106,11 @@ struct Tiles {
   // rising in the one before it, and so on. Where lengths change steadily, there and back gives each block the same sum of them.
   __device__ Work<C> work(const ForwardParams& p, int tile) const {
     const int n = tile / (section * row_blocks), inside = tile % (section * row_blocks);
-    const int wide = min(section, heads - n * section), pair = inside / C::kCluster;
-    int row_block = pair / wide * C::kCluster + inside % C::kCluster;
+    const int wide = min(section, heads - n * section);
+    int row_block = inside / wide;
     if ((heads - 1) / section % 2 == n % 2) row_block = row_blocks - 1 - row_block;
-    Work<C> w(p, n * section + pair % wide, row_block);
-    if constexpr (C::kCluster == 2) w.keys = key_blocks<C>(p, w.s, w.row / kRows * kRows, kRows);
+    Work<C> w(p, n * section + inside % wide, row_block);
+    if (w.keys.empty()) w.keys = {0, 1, 0, 0};
     return w;
   }
 };
@@ -141,28 +128,32 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     const int head = w.h / (p.num_heads_q / p.num_heads_kv);
     auto load_k = [&](int j) {
       mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
-      load_panels<typename S::TileK, C::kBlockN, C::kCluster>(smem.k[k.stage()], maps.k, smem_address(&smem.k_full[k.stage()]),
-                                                              j * C::kBlockN, head, w.b);
+      load_panels<typename S::TileK>(smem.k[k.stage()], maps.k, smem.k_full[k.stage()], j * C::kBlockN, head, w.b);
       ++k.used;
     };
     auto load_v = [&](int j) {
       mbarrier_wait(smem_address(&smem.v_empty[v.stage()]), v.parity() ^ 1);
-      load_panels<typename S::TileV, C::kBlockN, C::kCluster>(smem.v[v.stage()], maps.v, smem_address(&smem.v_full[v.stage()]),
-                                                              j * C::kBlockN, head, w.b);
+      load_panels<typename S::TileV>(smem.v[v.stage()], maps.v, smem.v_full[v.stage()], j * C::kBlockN, head, w.b);
       ++v.used;
     };
-    if (!w.keys.empty()) load_k(w.keys.last - 1);
+    load_k(w.keys.last - 1);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
     smem.work[q.stage()] = w;
-    load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage()], maps.q, smem_address(&smem.q_full[q.stage()]), w.row, w.h, w.b);
+    load_panels<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], w.row, w.h, w.b);
     ++q.used;
     tile = tiles.next();
-    if (tile >= 0) next = tiles.work(p, tile);  // divisions, while the loads are on their way
+    if (tile >= 0) {
+      next = tiles.work(p, tile);  // divisions, while the loads are on their way
+      if constexpr (C::kStagesQ == 1) {  // all blocks of the grid ask for their next Q at about the same time, too late to wait for DRAM
+#pragma unroll
+        for (int n = 0; n < S::TileQ::kCount; ++n) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
+      }
+    }
     for (int j = w.keys.last - 2; j >= w.keys.first; --j) {
       load_k(j);
       load_v(j + 1);
     }
-    if (!w.keys.empty()) load_v(w.keys.first);
+    load_v(w.keys.first);
   }
   if constexpr (C::kPersistent) {
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
@@ -218,15 +209,16 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
 
 // The end of a tile: O and LSE of a warp's rows, through the warp's own rows of sQ, so that each row leaves as whole lines.
 template <class C>
-__device__ inline void write_rows(const ForwardParams& p, const Work<C>& w, const float (&rO)[1][C::kHeadDimV / 8][4],
-                                  const RowState<1>& state, char* sQ) {
+__device__ inline unsigned write_rows(const ForwardParams& p, const Work<C>& w, float (&rO)[1][C::kHeadDimV / 8][4],
+                                      const RowState<1>& state, char* sQ) {
   const unsigned thread = opaque(threadIdx.x);  // what follows from it is not to be kept through the loops before
   const int warpgroup = static_cast<int>(thread / 128) - 1, warp_row = static_cast<int>(thread / 32 % 4) * 16 + 64 * warpgroup;
   unsigned again;
   if constexpr (kStaged<C>) {
     named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
-      *reinterpret_cast<unsigned*>(Smem<C>::at(sQ, warp_row + row, column / 8) + column % 8 * 2) = pack(low, high, typename C::Out{});
+    char* const rows = sQ + warp_row * 128;  // those of the warp
+    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
+      *reinterpret_cast<Pair<typename C::Out>*>(Smem<C>::at(rows, row, column / 8) + column % 8 * 2) = pair;
     });
     __syncwarp();
     constexpr int kChunks = C::kHeadDimV / 8;
@@ -236,52 +228,75 @@ __device__ inline void write_rows(const ForwardParams& p, const Work<C>& w, cons
       const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
       if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
         *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
-            *reinterpret_cast<const Chunk*>(Smem<C>::at(sQ, warp_row + row, chunk));
+            *reinterpret_cast<const Chunk*>(Smem<C>::at(rows, row, chunk));
       }
     }
   } else {
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
-      store_pair<C>(p, w, w.row + warp_row + row, column, low, high);
+    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
+      store_pair<C>(p, w, w.row + warp_row + row, column, pair);
     });
   }
-  __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
-  for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
+  return again;
 }
 
-// Scope: warpgroup. One tile, whose Q is there.
+// Scope: warpgroup. All tiles of the block. Where Q has two buffers, the first product of the next tile is queued before the rows of this one
+// are written, so that it runs meanwhile.
 template <class C>
-__device__ inline void consume(const ForwardParams& p, const Work<C>& w, char* sQ, Smem<C>& smem, Ring<C::kStages>& k) {
+__device__ inline void consume(const ForwardParams& p, Smem<C>& smem) {
   using Element = typename C::Element;
   constexpr int kConsumers = C::kBlockM / 64;
+  constexpr bool kAhead = C::kPersistent && C::kStagesQ > 1;
+  constexpr bool kTogether = C::kPingPong || kAhead;  // all warpgroups multiply all blocks that are copied
   const int warpgroup = uniform(threadIdx.x / 128) - 1;
   const int warp_row = threadIdx.x / 32 * 16 - 64;
-
-  const KeyBlocks seen = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
-  KeyBlocks keys{uniform(seen.first), uniform(seen.last), uniform(seen.full_first), uniform(seen.full_last)};
-  const int copied_first = uniform(w.keys.first), copied_last = uniform(w.keys.last);
-  if constexpr (C::kPingPong) {  // warpgroups that take turns meet at each block
-    keys.first = copied_first;
-    keys.last = copied_last;
-  }
-  skip(smem, k, copied_last - (keys.empty() ? copied_first : keys.last));
-  if (keys.empty()) {  // rows that see no key
-    for (int i = w.row + warp_row; i < min(w.row + warp_row + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
-    return;
-  }
+  // Ping-pong: a warpgroup queues its products when the one before it has queued its own, so that they take turns at the tensor cores, and
+  // one's exponentials run under another's products.
+  const int turn = 4 + warpgroup, next_turn = 4 + (warpgroup + 1) % kConsumers;
 
   float rO[1][C::kHeadDimV / 8][4];
   float rS[1][C::kBlockN / 8][4];
   unsigned rP[C::kBlockN / 16][4];
   RowState<1> state;
-  float sink_log2 = -infinity(0.0f);
-  if constexpr (C::kSink) {  // one more key, of value zero: the state after having seen it alone
-    sink_log2 = widen(static_cast<const typename C::Sink*>(p.sink)[w.h * p.sink_stride]) * static_cast<float>(kLog2E);
-  }
-  for (int r = 0; r < 2; ++r) {
-    state.reference[0][r] = sink_log2;
-    state.sum[0][r] = C::kSink && threadIdx.x % 4 == 0 && sink_log2 > -infinity(0.0f) ? 1.0f : 0.0f;  // one lane of the row's four
-    state.rescale[0][r] = 1.0f;
-  }
+  Ring<C::kStagesQ> q;
+  Ring<C::kStages> k;  // V's is one behind
+
+  // Of the tile at hand: its place in the ring; the key blocks of the warpgroup's rows, and how many more were copied behind and before.
+  int stage = 0, behind = 0, before = 0;
+  KeyBlocks keys;
+  auto open_tile = [&] {
+    if (!C::kPersistent && q.used == 1) return false;
+    stage = q.stage();
+    mbarrier_wait(smem_address(&smem.q_full[stage]), q.parity());
+    ++q.used;
+    const Work<C>& w = smem.work[stage];
+    if (uniform(w.row) < 0) return false;
+    const KeyBlocks seen = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
+    keys = {uniform(seen.first), uniform(seen.last), uniform(seen.full_first), uniform(seen.full_last)};
+    const int first = uniform(w.keys.first), last = uniform(w.keys.last);
+    if (kTogether || keys.empty()) {  // of no keys, too, one block is multiplied, all of it masked
+      keys.first = kTogether ? first : last - 1;
+      keys.last = last;
+    }
+    behind = last - keys.last;
+    before = keys.first - first;
+    return true;
+  };
+  bool more = open_tile();
+  auto multiply_first = [&] {  // the last block of keys
+    const unsigned row = smem_address(smem.q[stage]) + warpgroup * 64 * 128;
+    if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
+      for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
+        const int panel = word / (64 * 32), inside = word % (64 * 32);
+        reinterpret_cast<unsigned*>(smem.q[stage] + panel * Smem<C>::TileQ::kPanelBytes + warpgroup * 64 * 128)[inside] ^= 0x80008000u;
+      }
+      fence_async_proxy();
+      named_barrier_sync(1 + warpgroup, 128);
+    }
+    if (more) mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());  // else what was there is multiplied, for nothing
+    wgmma_fence();
+    issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, row, smem_address(smem.k[k.stage()]));
+    wgmma_commit();
+  };
   auto pack_p = [&] {
 #pragma unroll
     for (int n = 0; n < C::kBlockN / 16; ++n) {
@@ -291,87 +306,106 @@ __device__ inline void consume(const ForwardParams& p, const Work<C>& w, char* s
       rP[n][3] = pack(rS[0][2 * n + 1][2], rS[0][2 * n + 1][3], Element{});
     }
   };
-  const unsigned q = smem_address(sQ) + warpgroup * 64 * 128;
-  if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
-    for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
-      const int panel = word / (64 * 32), inside = word % (64 * 32);
-      reinterpret_cast<unsigned*>(sQ + panel * Smem<C>::TileQ::kPanelBytes + warpgroup * 64 * 128)[inside] ^= 0x80008000u;
-    }
-    fence_async_proxy();
-    named_barrier_sync(1 + warpgroup, 128);
-  }
-
-  int j = keys.last - 1;
-  mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
-  wgmma_fence();
-  issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
-  wgmma_commit();
-  wgmma_wait<0>();
-  release<C::kCluster>(smem.k_empty[k.stage()]);
-  ++k.used;
-  softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
-  pack_p();
-  if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
-    const int valid = w.s.used_k - j * C::kBlockN;
-    if (valid < C::kBlockN) {
-      const Ring<C::kStages> v{k.used - 1};
-      mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
-      const int words = (C::kBlockN - valid) * 32;
-      for (int n = threadIdx.x % 128; n < words * Smem<C>::TileV::kCount; n += 128) {
-        reinterpret_cast<unsigned*>(smem.v[v.stage()] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
-      }
-      fence_async_proxy();
-      named_barrier_sync(1 + warpgroup, 128);
-    }
-  }
   // Whether all rows of the warp have a reference.
   auto have_reference = [&] { return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f)); };
-  bool started = have_reference();
-  // Ping-pong: a warpgroup queues its products when the one before it has queued its own, so that they take turns at the tensor cores, and
-  // one's exponentials run under another's products.
-  const int turn = 4 + warpgroup, next_turn = 4 + (warpgroup + 1) % kConsumers;
-  if (C::kPingPong && warpgroup == kConsumers - 1 && j > keys.first) named_barrier_arrive(next_turn, 256);
-  int accumulate = 0;
-  for (--j; j >= keys.first; --j) {
+
+  if constexpr (kAhead) {
+    multiply_first();
+    wgmma_wait<0>();
+  }
+  while (more) {
+    const Work<C>& w = smem.work[stage];
+    const unsigned row = smem_address(smem.q[stage]) + warpgroup * 64 * 128;
+    if constexpr (!kAhead) {
+      skip(smem, k, behind);
+      multiply_first();
+      wgmma_wait<0>();
+    }
+    float sink_log2 = -infinity(0.0f);
+    if constexpr (C::kSink) {  // one more key, of value zero: the state after having seen it alone
+      sink_log2 = widen(static_cast<const typename C::Sink*>(p.sink)[w.h * p.sink_stride]) * static_cast<float>(kLog2E);
+    }
+    for (int r = 0; r < 2; ++r) {
+      state.reference[0][r] = sink_log2;
+      state.sum[0][r] = C::kSink && threadIdx.x % 4 == 0 && sink_log2 > -infinity(0.0f) ? 1.0f : 0.0f;  // one lane of the row's four
+      state.rescale[0][r] = 1.0f;
+    }
+    int j = keys.last - 1, accumulate = 0;
+    release(smem.k_empty[k.stage()]);
+    ++k.used;
+    softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
+    pack_p();
+    if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
+      const int valid = max(w.s.used_k - j * C::kBlockN, 0);
+      if (valid < C::kBlockN) {
+        const Ring<C::kStages> v{k.used - 1};
+        mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
+        const int words = (C::kBlockN - valid) * 32;
+        for (int n = threadIdx.x % 128; n < words * Smem<C>::TileV::kCount; n += 128) {
+          reinterpret_cast<unsigned*>(smem.v[v.stage()] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
+        }
+        fence_async_proxy();
+        named_barrier_sync(1 + warpgroup, 128);
+      }
+    }
+    bool started = have_reference();
+    if (C::kPingPong && warpgroup == kConsumers - 1 && j > keys.first) named_barrier_arrive(next_turn, 256);
+    for (--j; j >= keys.first; --j) {
+      const Ring<C::kStages> v{k.used - 1};
+      mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
+      if constexpr (C::kPingPong) named_barrier_sync(turn, 256);
+      wgmma_fence();
+      issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, row, smem_address(smem.k[k.stage()]));
+      wgmma_commit();
+      mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
+      wgmma_fence();
+      issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
+      wgmma_commit();
+      if (C::kPingPong && (warpgroup < kConsumers - 1 || j > keys.first)) named_barrier_arrive(next_turn, 256);
+      accumulate = 1;
+      wgmma_wait<1>();
+      release(smem.k_empty[k.stage()]);
+      ++k.used;
+      bool grew = false;
+      const bool full = keys.is_full(j);
+      if (kWithoutMaximum<C> && full && started) {
+        softmax_full<C>(p, rS, state, [&] { grew = true; });
+      } else if (!kWithoutMaximum<C> && full) {
+        softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+      } else {
+        softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+        started = have_reference();
+      }
+      wgmma_wait<0>();
+      release(smem.v_empty[v.stage()]);
+      if (grew) rescale_output<C, 1>(rO, state);
+      pack_p();
+    }
     const Ring<C::kStages> v{k.used - 1};
-    mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
-    if constexpr (C::kPingPong) named_barrier_sync(turn, 256);
-    wgmma_fence();
-    issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
-    wgmma_commit();
+    const int done = stage, passed = before;
     mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
     wgmma_fence();
     issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
     wgmma_commit();
-    if (C::kPingPong && (warpgroup < kConsumers - 1 || j > keys.first)) named_barrier_arrive(next_turn, 256);
-    accumulate = 1;
-    wgmma_wait<1>();
-    release<C::kCluster>(smem.k_empty[k.stage()]);
-    ++k.used;
-    bool grew = false;
-    const bool full = keys.is_full(j);
-    if (kWithoutMaximum<C> && full && started) {
-      softmax_full<C>(p, rS, state, [&] { grew = true; });
-    } else if (!kWithoutMaximum<C> && full) {
-      softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+    if constexpr (kAhead) {
+      more = open_tile();
+      multiply_first();
+      wgmma_wait<1>();
     } else {
-      softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
-      started = have_reference();
+      wgmma_wait<0>();
     }
-    wgmma_wait<0>();
-    release<C::kCluster>(smem.v_empty[v.stage()]);
-    if (grew) rescale_output<C, 1>(rO, state);
-    pack_p();
+    release(smem.v_empty[v.stage()]);
+    if constexpr (!kAhead) skip(smem, k, passed);
+    unsigned again = write_rows<C>(p, smem.work[done], rO, state, smem.q[done]);
+    if constexpr (kAhead) wgmma_wait<0>();
+    fence_async_proxy();
+    const Work<C>& written = smem.work[done];
+    __syncwarp();  // what write_rows wrote of these rows is overwritten by other lanes
+    for (; again; again &= again - 1) attend_row<C>(p, written.b, written.h, written.row + warp_row + __ffs(again) - 1);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&smem.q_empty[done]));
+    if constexpr (!kAhead) more = open_tile();
   }
-  const Ring<C::kStages> v{k.used - 1};
-  mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
-  wgmma_fence();
-  issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
-  wgmma_commit();
-  wgmma_wait<0>();
-  release<C::kCluster>(smem.v_empty[v.stage()]);
-  skip(smem, k, keys.first - copied_first);
-  write_rows<C>(p, w, rO, state, sQ);
 }
 
 template <class C>
@@ -390,37 +424,24 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(smem_address(&smem.k_full[n]), 1);
       mbarrier_init(smem_address(&smem.v_full[n]), 1);
-      mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers * C::kCluster);
-      mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers * C::kCluster);
+      mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers);
+      mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers);
     }
     mbarrier_init_fence();
   }
-  if constexpr (C::kCluster == 2) {
-    cluster_sync();  // the neighbour's barriers, too
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   if (threadIdx.x < 128) {
     registers_give<kConsumers == 3 ? 32 : 24>();
     if (threadIdx.x == 0) produce<C>(p, maps, smem);
   } else {
     registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
-    Ring<C::kStages> k;  // V's is one behind within a tile
-    for (Ring<C::kStagesQ> q; C::kPersistent || q.used == 0; ++q.used) {
-      mbarrier_wait(smem_address(&smem.q_full[q.stage()]), q.parity());
-      if (uniform(smem.work[q.stage()].row) < 0) break;
-      consume<C>(p, smem.work[q.stage()], smem.q[q.stage()], smem, k);
-      fence_async_proxy();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&smem.q_empty[q.stage()]));
-    }
+    consume<C>(p, smem);
   }
-  if constexpr (C::kCluster == 2) cluster_sync();  // copies and arrivals of the neighbour may still come
 }
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(32 * Config::kWarps, 1)
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 1)
     fwd_sm90(const __grid_constant__ cupyflash::ForwardParams p, const __grid_constant__ cupyflash::TensorMaps maps) {
   extern __shared__ __align__(1024) char dynamic_smem[];
   cupyflash::forward<Config>(p, maps, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));

@@ -156,27 +156,45 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
   }
 }
 
-// Writes two neighbouring elements of a row of O, where they exist.
+// Two neighbouring elements of O.
+template <class Out>
+struct alignas(2 * sizeof(Out)) Pair {
+  Out low, high;
+};
+template <class Out>
+__device__ inline Pair<Out> narrow_pair(float low, float high) {
+  Pair<Out> pair;
+  if constexpr (sizeof(Out) == 2) {
+    *reinterpret_cast<unsigned*>(&pair) = pack(low, high, Out{});
+  } else {
+    narrow(low, pair.low);
+    narrow(high, pair.high);
+  }
+  return pair;
+}
+// `seen` stays 0 until a pair holds an infinity or a NaN.
+__device__ inline void watch(Pair<Half> pair, unsigned& seen) { seen = fma_pair(*reinterpret_cast<unsigned*>(&pair), 0, seen, Half{}); }
+__device__ inline void watch(Pair<BFloat16> pair, unsigned& seen) { seen = fma_pair(*reinterpret_cast<unsigned*>(&pair), 0, seen, BFloat16{}); }
+__device__ inline void watch(Pair<float> pair, unsigned& seen) { seen |= __float_as_uint(pair.low * 0.0f + pair.high * 0.0f) & 0x7fffffff; }
+
+// Writes a pair of a row of O, as far as its columns exist.
 template <class C>
-__device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int i, int column, float low, float high) {
+__device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int i, int column, Pair<typename C::Out> pair) {
   using Out = typename C::Out;
   if (i >= p.seqlen_q) return;
   Out* target = static_cast<Out*>(p.out) + w.b * p.out_stride_batch + w.h * p.out_stride_head + i * p.out_stride_seq + column;
-  Out pair[2];
-  narrow(low, pair[0]);
-  narrow(high, pair[1]);
   if (!C::kUnaligned && column + 1 < p.head_dim_v) {
-    *reinterpret_cast<PairOf<sizeof(Out)>*>(target) = *reinterpret_cast<PairOf<sizeof(Out)>*>(pair);
+    *reinterpret_cast<Pair<Out>*>(target) = pair;
   } else {
-    if (column < p.head_dim_v) target[0] = pair[0];
-    if (column + 1 < p.head_dim_v) target[1] = pair[1];
+    if (column < p.head_dim_v) target[0] = pair.low;
+    if (column + 1 < p.head_dim_v) target[1] = pair.high;
   }
 }
 
-// Divides by the row sums, gives O to `store` (row of the warp, column, two elements) and writes LSE; returns which rows of the warp
-// attend_row must compute again, bit 16 m + 8 r + l / 4.
+// Divides by the row sums, gives O to `store` (row of the warp, column, pair) and writes LSE; returns which rows of the warp attend_row must
+// compute again, bit 16 m + 8 r + l / 4.
 template <class C, int kTiles, class Store>
-__device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, const float (&rO)[kTiles][C::kHeadDimV / 8][4],
+__device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, float (&rO)[kTiles][C::kHeadDimV / 8][4],
                                   const RowState<kTiles>& state, int warp_row, Store store) {
   const int lane = static_cast<int>(opaque(threadIdx.x) % 32);  // not to be kept through the loop before
   unsigned again = 0;
@@ -191,14 +209,27 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, cons
       const bool used = i < w.s.used_q;
       const bool empty = state.reference[m][r] == -infinity(0.0f);
       const bool live = used && !empty;
-      const float scale = 1.0f / sum;
-      float total = 0;  // NaN if an element of O is not finite
+      const float scale = rcp(sum);
+      unsigned not_finite = 0;
+      auto write = [&](auto all_live) {
 #pragma unroll
-      for (int n = 0; n < C::kHeadDimV / 8; ++n) {
-        const int column = 8 * n + 2 * (lane % 4);
-        const float low = rO[m][n][2 * r], high = rO[m][n][2 * r + 1];
-        total += low * 0.0f + high * 0.0f;
-        store(16 * m + 8 * r + lane / 4, column, live ? low * scale : 0.0f, live ? high * scale : 0.0f);
+        for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+          float low = rO[m][n][2 * r] * scale, high = rO[m][n][2 * r + 1] * scale;
+          if constexpr (!decltype(all_live)::value) {
+            if (!live) {
+              not_finite |= __float_as_uint(rO[m][n][2 * r] * 0.0f + rO[m][n][2 * r + 1] * 0.0f) & 0x7fffffff;
+              low = high = 0;
+            }
+          }
+          const Pair<typename C::Out> pair = narrow_pair<typename C::Out>(low, high);
+          watch(pair, not_finite);
+          store(16 * m + 8 * r + lane / 4, 8 * n + 2 * (lane % 4), pair);
+        }
+      };
+      if (__all_sync(kWarp, live)) {
+        write(Constant<true>{});
+      } else {
+        write(Constant<false>{});
       }
       if constexpr (C::kWriteLse) {
         const float lse = live ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
@@ -206,10 +237,13 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, cons
           static_cast<float*>(p.lse)[(static_cast<long long>(w.b) * p.num_heads_q + w.h) * p.seqlen_q + i] = lse;
         }
       }
-      const bool in_range = total == 0.0f && sum > 0.0f && sum < infinity(0.0f) && fabsf(state.reference[m][r]) <= kLargestReference;
-      unsigned bad = __ballot_sync(kWarp, used && !in_range && !(empty && total == 0.0f && sum == 0.0f));
+      const bool finite = (not_finite & 0x7fff7fff) == 0;  // without the signs of zeros
+      const bool in_range = finite && sum > 0.0f && sum < infinity(0.0f) && fabsf(state.reference[m][r]) <= kLargestReference;
+      const unsigned bad = __ballot_sync(kWarp, used && !in_range && !(empty && finite && sum == 0.0f));
+      if (bad != 0) {
 #pragma unroll
-      for (int row = 0; row < 8; ++row) again |= (bad >> (4 * row) & 0xf) ? 1u << (16 * m + 8 * r + row) : 0u;
+        for (int row = 0; row < 8; ++row) again |= (bad >> (4 * row) & 0xf) ? 1u << (16 * m + 8 * r + row) : 0u;
+      }
     }
   }
   return again;
