@@ -95,6 +95,7 @@ def _config(variant: Variant) -> str:
             "kStagesQ": config.stages_q,
             "kPingPong": config.ping_pong,
             "kPersistent": config.persistent,
+            "kStoreMap": variant.store_map,
         }
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]

@@ -23,7 +23,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         buffer = (ctypes.c_char * BACKWARD.size)()  # the largest, which begins with the forward's
         self.buffer = memoryview(buffer).cast("B")  # it holds `buffer`
-        maps = (ctypes.c_char * (4 * tensormap.MAP_BYTES))()
+        maps = (ctypes.c_char * (5 * tensormap.MAP_BYTES))()  # one more, for an aligned place in it
         self.maps_address = -(-ctypes.addressof(maps) // tensormap.MAP_BYTES) * tensormap.MAP_BYTES
         first = self.maps_address - ctypes.addressof(maps)
         self.maps = memoryview(maps).cast("B")[first:]
@@ -40,7 +40,7 @@ def run(plan: Plan, pointers: Sequence[int], numbers: bytes, maps: bytes, spec: 
     """Queue the plan's kernels on `stream` of the device; the caller's current device is left as it was.
 
     `pointers` and `numbers` are the two parts of the parameter struct, as params.py makes them; for a backward call the pointers of the
-    forward's part, and all that follows them. `maps` are the tensor maps of q, k and v without their addresses, or nothing.
+    forward's part, and all that follows them. `maps` are the tensor maps of q, k, v and perhaps out without their addresses, or nothing.
     """
     driver, runtime = _cuda()
     scratch = _scratch

@@ -21,7 +21,7 @@ class Step(NamedTuple):
     smem_bytes: int
     args: tuple[str, ...]
     why: str
-    boxes: tuple[tuple[str, int], ...] = ()  # the operands that are read by tensor maps, and how many rows at a time
+    boxes: tuple[tuple[str, int], ...] = ()  # the operands that are copied by tensor maps, and how many rows at a time
 
 
 class Plan(NamedTuple):
@@ -46,6 +46,8 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     boxes: tuple[tuple[str, int], ...] = ()
     if isinstance(variant.config, Sm90Config):
         boxes = (("q", variant.config.block_m), ("k", variant.config.block_n), ("v", variant.config.block_n))
+        if variant.store_map:
+            boxes += (("out", 16),)  # the rows of a warp
     tiles = _num_tiles(p, variant)
     if isinstance(variant.config, Sm90Config) and variant.config.persistent:
         tiles = min(tiles, device.num_sms)

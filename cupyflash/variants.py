@@ -84,6 +84,12 @@ class Variant(NamedTuple):
         return 32 * self.config.warps if self.config is not None else 0
 
     @property
+    def store_map(self) -> bool:
+        """Whether the tensor memory accelerator writes the result: through the memory of Q's tile, where it must fit."""
+        half = not {"outfloat32", "outfloat64"} & set(self.flags)
+        return isinstance(self.config, Sm90Config) and half and _panel_bytes(self.head_dim_v) <= _panel_bytes(self.head_dim)
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a block: the tile of Q, and `stages` tiles of K and of V."""
         c = self.config

@@ -17,7 +17,7 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 struct TensorMaps {
-  TensorMap q, k, v;  // 4-D: column, row, head, batch
+  TensorMap q, k, v, out;  // 4-D: column, row, head, batch
 };
 
 template <class C>
@@ -37,14 +37,6 @@ struct Smem {
     return q + chunk / 8 * TileQ::kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
   }
 };
-
-struct alignas(16) Chunk {
-  unsigned words[4];
-};
-
-// Whether the rows of O fit those of Q.
-template <class C>
-constexpr bool kStaged = sizeof(typename C::Out) == 2 && !C::kUnaligned && (C::kHeadDimV + 63) / 64 <= (C::kHeadDim + 63) / 64;
 
 // A ring of kStages buffers: how many of them have been used, which says where the next one is and the parity of its phase.
 template <int kStages>
@@ -207,45 +199,44 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   state.sum[0][1] += sum[1];
 }
 
-// The end of a tile: O and LSE of a warp's rows, through the warp's own rows of sQ, so that each row leaves as whole lines.
+// The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator, through the warp's own rows of sQ, of which it takes its time;
+// bulk_wait_read says when they are free.
 template <class C>
-__device__ inline unsigned write_rows(const ForwardParams& p, const Work<C>& w, float (&rO)[1][C::kHeadDimV / 8][4],
+__device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& map, const Work<C>& w, float (&rO)[1][C::kHeadDimV / 8][4],
                                       const RowState<1>& state, char* sQ) {
   const unsigned thread = opaque(threadIdx.x);  // what follows from it is not to be kept through the loops before
   const int warpgroup = static_cast<int>(thread / 128) - 1, warp_row = static_cast<int>(thread / 32 % 4) * 16 + 64 * warpgroup;
-  unsigned again;
-  if constexpr (kStaged<C>) {
-    named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
-    char* const rows = sQ + warp_row * 128;  // those of the warp
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
-      *reinterpret_cast<Pair<typename C::Out>*>(Smem<C>::at(rows, row, column / 8) + column % 8 * 2) = pair;
-    });
-    __syncwarp();
-    constexpr int kChunks = C::kHeadDimV / 8;
-    char* gO = static_cast<char*>(p.out) + 2 * (w.b * p.out_stride_batch + w.h * p.out_stride_head);
-#pragma unroll
-    for (unsigned n = thread % 32; n < 16 * kChunks; n += 32) {
-      const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
-      if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
-        *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
-            *reinterpret_cast<const Chunk*>(Smem<C>::at(rows, row, chunk));
-      }
-    }
-  } else {
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
+  if constexpr (!C::kStoreMap) {
+    return finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
       store_pair<C>(p, w, w.row + warp_row + row, column, pair);
     });
+  } else {
+    named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
+    char* const rows = sQ + warp_row * 128;  // those of the warp
+    const unsigned again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
+      *reinterpret_cast<Pair<typename C::Out>*>(Smem<C>::at(rows, row, column / 8) + column % 8 * 2) = pair;
+    });
+    fence_async_proxy();
+    __syncwarp();
+    if (thread % 32 == 0) {
+#pragma unroll
+      for (int n = 0; n < (C::kHeadDimV + 63) / 64; ++n) {
+        tma_store(smem_address(rows + n * Smem<C>::TileQ::kPanelBytes), &map, 64 * n, w.row + warp_row, w.h, w.b);
+      }
+      bulk_commit();
+    }
+    return again;
   }
-  return again;
 }
 
 // Scope: warpgroup. All tiles of the block. Where Q has two buffers, the first product of the next tile is queued before the rows of this one
 // are written, so that it runs meanwhile.
 template <class C>
-__device__ inline void consume(const ForwardParams& p, Smem<C>& smem) {
+__device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using Element = typename C::Element;
   constexpr int kConsumers = C::kBlockM / 64;
-  constexpr bool kAhead = C::kPersistent && C::kStagesQ > 1;
+  // Three warpgroups fill each other's gaps, and have no registers for it.
+  constexpr bool kAhead = C::kPersistent && C::kStagesQ > 1 && kConsumers == 2;
   constexpr bool kTogether = C::kPingPong || kAhead;  // all warpgroups multiply all blocks that are copied
   const int warpgroup = uniform(threadIdx.x / 128) - 1;
   const int warp_row = threadIdx.x / 32 * 16 - 64;
@@ -262,6 +253,7 @@ __device__ inline void consume(const ForwardParams& p, Smem<C>& smem) {
 
   // Of the tile at hand: its place in the ring; the key blocks of the warpgroup's rows, and how many more were copied behind and before.
   int stage = 0, behind = 0, before = 0;
+  int held = -1;  // the place of the tile before it, while its rows are on their way out
   KeyBlocks keys;
   auto open_tile = [&] {
     if (!C::kPersistent && q.used == 1) return false;
@@ -306,6 +298,14 @@ __device__ inline void consume(const ForwardParams& p, Smem<C>& smem) {
       rP[n][3] = pack(rS[0][2 * n + 1][2], rS[0][2 * n + 1][3], Element{});
     }
   };
+  auto release_q = [&](int stage) {
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      bulk_wait_read();
+      mbarrier_arrive(smem_address(&smem.q_empty[stage]));
+    }
+  };
   // Whether all rows of the warp have a reference.
   auto have_reference = [&] { return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f)); };
 
@@ -348,6 +348,7 @@ __device__ inline void consume(const ForwardParams& p, Smem<C>& smem) {
         named_barrier_sync(1 + warpgroup, 128);
       }
     }
+    if (kAhead && held >= 0) release_q(held);
     bool started = have_reference();
     if (C::kPingPong && warpgroup == kConsumers - 1 && j > keys.first) named_barrier_arrive(next_turn, 256);
     for (--j; j >= keys.first; --j) {
@@ -396,16 +397,22 @@ __device__ inline void consume(const ForwardParams& p, Smem<C>& smem) {
     }
     release(smem.v_empty[v.stage()]);
     if constexpr (!kAhead) skip(smem, k, passed);
-    unsigned again = write_rows<C>(p, smem.work[done], rO, state, smem.q[done]);
+    unsigned again = write_rows<C>(p, maps.out, smem.work[done], rO, state, smem.q[done]);
     if constexpr (kAhead) wgmma_wait<0>();
-    fence_async_proxy();
-    const Work<C>& written = smem.work[done];
-    __syncwarp();  // what write_rows wrote of these rows is overwritten by other lanes
-    for (; again; again &= again - 1) attend_row<C>(p, written.b, written.h, written.row + warp_row + __ffs(again) - 1);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&smem.q_empty[done]));
-    if constexpr (!kAhead) more = open_tile();
+    if (again != 0) {
+      bulk_wait();  // what was written of these rows is overwritten, by other lanes
+      __syncwarp();
+      const Work<C>& w = smem.work[done];
+      for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
+    }
+    if constexpr (kAhead) {
+      held = done;
+    } else {
+      release_q(done);
+      more = open_tile();
+    }
   }
+  bulk_wait_read();
 }
 
 template <class C>
@@ -435,7 +442,7 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     if (threadIdx.x == 0) produce<C>(p, maps, smem);
   } else {
     registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
-    consume<C>(p, smem);
+    consume<C>(p, maps, smem);
   }
 }
 

@@ -125,10 +125,21 @@ __device__ inline void tma_load(unsigned smem, const void* map, unsigned barrier
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
-// The same to the L2 alone.
+// From the tensor to the L2 alone.
 __device__ inline void tma_prefetch(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
+
+// Scope: one thread. Copies a box from shared memory to a tensor, as far as the tensor goes, queued; then closes the batch of its copies, and
+// waits until its batches have been read, or are there.
+__device__ inline void tma_store(unsigned smem, const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(smem), "l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Scope: thread. Orders its writes to shared memory before reads by the accelerator and by warpgroup products; a barrier must follow.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
