@@ -96,6 +96,7 @@ def _config(variant: Variant) -> str:
             "kPingPong": config.ping_pong,
             "kPersistent": config.persistent,
             "kStoreMap": variant.store_map,
+            "kOwnOut": config.own_out,
         }
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]

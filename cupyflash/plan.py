@@ -47,7 +47,7 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     if isinstance(variant.config, Sm90Config):
         boxes = (("q", variant.config.block_m), ("k", variant.config.block_n), ("v", variant.config.block_n))
         if variant.store_map:
-            boxes += (("out", 16),)  # the rows of a warp
+            boxes += (("out", 8 if variant.config.own_out else 16),)  # rows of a warp
     tiles = _num_tiles(p, variant)
     if isinstance(variant.config, Sm90Config) and variant.config.persistent:
         tiles = min(tiles, device.num_sms)

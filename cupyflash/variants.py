@@ -43,6 +43,7 @@ class Sm90Config(NamedTuple):
     stages_q: int = 1
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     persistent: bool = False  # one block an SM, which computes tile after tile
+    own_out: bool = False  # rows leave through memory of their own, so that Q's is free for the next tile after the last product
 
     @property
     def warps(self) -> int:
@@ -50,7 +51,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        extras = "p" * self.ping_pong + "t" * self.persistent
+        extras = "p" * self.ping_pong + "t" * self.persistent + "o" * self.own_out
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 
@@ -96,7 +97,8 @@ class Variant(NamedTuple):
         if isinstance(c, Sm90Config):  # panels of 64 columns; then barriers and works, and up to the next kilobyte
             keys = c.stages * c.block_n * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
-            return -(-(queries + keys + 8 * (2 * c.stages_q + 4 * c.stages) + _WORK_BYTES * c.stages_q) // 1024) * 1024
+            results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
+            return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + 2 * _WORK_BYTES) // 1024) * 1024
         if not isinstance(c, FwdConfig):
             return 0
         keys = c.stages * c.block_n * (_pitch_bytes(self.head_dim) + _pitch_bytes(self.head_dim_v))
@@ -149,8 +151,8 @@ def _sm90(head_dim: int, options: bool, config: Sm90Config, why: str, causal: bo
     return Row("fwd_sm90", _HALF, head_dim, 90, options, config, why, "90a", causal)
 
 
-def _persistent(block_m: int, block_n: int, stages_q: int, ping_pong: bool = False) -> Sm90Config:
-    return Sm90Config(block_m, block_n, 2, stages_q, ping_pong, persistent=True)
+def _persistent(block_m: int, block_n: int, stages_q: int, ping_pong: bool = False, own_out: bool = False) -> Sm90Config:
+    return Sm90Config(block_m, block_n, 2, stages_q, ping_pong, persistent=True, own_out=own_out)
 
 
 # TFLOP/s are of an H200 (2026-11-29, bf16, one batch, S = 16384, heads x D = 2048, not causal), all rows of a width and torch's FA2 in one
@@ -161,8 +163,8 @@ FORWARD = (
     _sm90(96, False, _persistent(128, 128, 2), ""),
     _sm90(128, False, _persistent(192, 80, 2), "", causal=False),
     _sm90(128, False, _persistent(128, 128, 2), "", causal=True),
-    _sm90(192, False, _persistent(128, 112, 1), ""),
-    _sm90(256, False, _persistent(128, 64, 1), ""),
+    _sm90(192, False, _persistent(128, 96, 1, own_out=True), ""),
+    _sm90(256, False, _persistent(128, 64, 1, own_out=True), ""),
     _sm90(128, True, Sm90Config(128, 80, 2), "all options together leave it without spills"),
     _sm90(256, True, Sm90Config(128, 48, 2), "what all options together leave without spills"),
     _sm80(32, False, 128, 64, 4, "242, against 237 for 128x128; FA2 222"),

@@ -98,7 +98,7 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
   }
 
   auto store = [&](int row, int column, Pair<typename C::Out> pair) { store_pair<C>(p, w, w.row + warp_row + row, column, pair); };
-  unsigned again = finish<C, kTiles>(p, w, rO, state, warp_row, store);
+  unsigned again = finish<C, kTiles>(p, w, rO, state, warp_row, store, [](int) {});
   __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
   for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
 }

@@ -25,18 +25,20 @@ struct Smem {
   using TileQ = Panels<C::kBlockM, C::kHeadDim>;
   using TileK = Panels<C::kBlockN, C::kHeadDim>;
   using TileV = Panels<C::kBlockN, C::kHeadDimV>;
+  using TileO = Panels<8, C::kHeadDimV>;
   alignas(1024) char q[C::kStagesQ][TileQ::kBytes];
   alignas(1024) char k[C::kStages][TileK::kBytes];
   alignas(1024) char v[C::kStages][TileV::kBytes];
+  alignas(1024) char o[C::kOwnOut ? C::kBlockM / 16 : 1][C::kOwnOut ? TileO::kBytes : 1024];  // of a warp
   alignas(8) unsigned long long q_full[C::kStagesQ], q_empty[C::kStagesQ];
   unsigned long long k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-  Work<C> work[C::kStagesQ];  // of the tile of Q, its keys those that are copied; row -1: there is no more
-
-  // Where 16 bytes of a row lie in a tile of Q.
-  __device__ static char* at(char* q, int row, int chunk) {
-    return q + chunk / 8 * TileQ::kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
-  }
+  Work<C> work[2];  // of this tile and the next in turn, its keys those that are copied; row -1: there is no more
 };
+
+// Where 16 bytes of a row lie in panels.
+__device__ inline char* chunk_of(char* panels, int panel_bytes, int row, int chunk) {
+  return panels + chunk / 8 * panel_bytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+}
 
 // A ring of kStages buffers: how many of them have been used, which says where the next one is and the parity of its phase.
 template <int kStages>
@@ -130,7 +132,7 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     };
     load_k(w.keys.last - 1);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-    smem.work[q.stage()] = w;
+    smem.work[q.used % 2] = w;
     load_panels<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], w.row, w.h, w.b);
     ++q.used;
     tile = tiles.next();
@@ -149,7 +151,7 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
   }
   if constexpr (C::kPersistent) {
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-    smem.work[q.stage()].row = -1;
+    smem.work[q.used % 2].row = -1;
     mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
   }
 }
@@ -199,33 +201,49 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   state.sum[0][1] += sum[1];
 }
 
-// The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator, through the warp's own rows of sQ, of which it takes its time;
-// bulk_wait_read says when they are free.
+// The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator: through the warp's own rows of sQ, or through memory of its own
+// that holds eight rows. bulk_wait_read says when that is free again.
 template <class C>
 __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& map, const Work<C>& w, float (&rO)[1][C::kHeadDimV / 8][4],
-                                      const RowState<1>& state, char* sQ) {
+                                      const RowState<1>& state, char* sQ, Smem<C>& smem) {
   const unsigned thread = opaque(threadIdx.x);  // what follows from it is not to be kept through the loops before
   const int warpgroup = static_cast<int>(thread / 128) - 1, warp_row = static_cast<int>(thread / 32 % 4) * 16 + 64 * warpgroup;
   if constexpr (!C::kStoreMap) {
-    return finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
-      store_pair<C>(p, w, w.row + warp_row + row, column, pair);
-    });
+    return finish<C, 1>(
+        p, w, rO, state, warp_row,
+        [&](int row, int column, Pair<typename C::Out> pair) { store_pair<C>(p, w, w.row + warp_row + row, column, pair); }, [](int) {});
   } else {
-    named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
-    char* const rows = sQ + warp_row * 128;  // those of the warp
-    const unsigned again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, Pair<typename C::Out> pair) {
-      *reinterpret_cast<Pair<typename C::Out>*>(Smem<C>::at(rows, row, column / 8) + column % 8 * 2) = pair;
-    });
-    fence_async_proxy();
-    __syncwarp();
-    if (thread % 32 == 0) {
-#pragma unroll
-      for (int n = 0; n < (C::kHeadDimV + 63) / 64; ++n) {
-        tma_store(smem_address(rows + n * Smem<C>::TileQ::kPanelBytes), &map, 64 * n, w.row + warp_row, w.h, w.b);
-      }
-      bulk_commit();
+    constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
+    char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
+    if constexpr (C::kOwnOut) {
+      bulk_wait_read();
+      __syncwarp();
+    } else {
+      named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
     }
-    return again;
+    return finish<C, 1>(
+        p, w, rO, state, warp_row,
+        [&](int row, int column, Pair<typename C::Out> pair) {
+          if constexpr (C::kOwnOut) row %= 8;
+          *reinterpret_cast<Pair<typename C::Out>*>(chunk_of(rows, kPanelBytes, row, column / 8) + column % 8 * 2) = pair;
+        },
+        [&](int half) {
+          if (!C::kOwnOut && half == 0) return;
+          fence_async_proxy();
+          __syncwarp();
+          if (thread % 32 == 0) {
+#pragma unroll
+            for (int n = 0; n < (C::kHeadDimV + 63) / 64; ++n) {
+              const int row = w.row + warp_row + (C::kOwnOut ? 8 * half : 0);
+              tma_store(smem_address(rows + n * kPanelBytes), &map, 64 * n, row, w.h, w.b);
+            }
+          }
+          bulk_commit();  // by all lanes, which keeps them together; most batches are empty
+          if (C::kOwnOut && half == 0) {
+            bulk_wait_read();
+            __syncwarp();
+          }
+        });
   }
 }
 
@@ -252,15 +270,16 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
   Ring<C::kStages> k;  // V's is one behind
 
   // Of the tile at hand: its place in the ring; the key blocks of the warpgroup's rows, and how many more were copied behind and before.
-  int stage = 0, behind = 0, before = 0;
+  int place = 0, stage = 0, behind = 0, before = 0;
   int held = -1;  // the place of the tile before it, while its rows are on their way out
   KeyBlocks keys;
   auto open_tile = [&] {
     if (!C::kPersistent && q.used == 1) return false;
+    place = q.used % 2;
     stage = q.stage();
     mbarrier_wait(smem_address(&smem.q_full[stage]), q.parity());
     ++q.used;
-    const Work<C>& w = smem.work[stage];
+    const Work<C>& w = smem.work[place];
     if (uniform(w.row) < 0) return false;
     const KeyBlocks seen = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
     keys = {uniform(seen.first), uniform(seen.last), uniform(seen.full_first), uniform(seen.full_last)};
@@ -299,8 +318,6 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     }
   };
   auto release_q = [&](int stage) {
-    fence_async_proxy();
-    __syncwarp();
     if (threadIdx.x % 32 == 0) {
       bulk_wait_read();
       mbarrier_arrive(smem_address(&smem.q_empty[stage]));
@@ -314,7 +331,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     wgmma_wait<0>();
   }
   while (more) {
-    const Work<C>& w = smem.work[stage];
+    const Work<C>& w = smem.work[place];
     const unsigned row = smem_address(smem.q[stage]) + warpgroup * 64 * 128;
     if constexpr (!kAhead) {
       skip(smem, k, behind);
@@ -333,6 +350,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     int j = keys.last - 1, accumulate = 0;
     release(smem.k_empty[k.stage()]);
     ++k.used;
+    if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
     softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
     pack_p();
     if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
@@ -367,6 +385,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
       wgmma_wait<1>();
       release(smem.k_empty[k.stage()]);
       ++k.used;
+      if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
       bool grew = false;
       const bool full = keys.is_full(j);
       if (kWithoutMaximum<C> && full && started) {
@@ -383,7 +402,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
       pack_p();
     }
     const Ring<C::kStages> v{k.used - 1};
-    const int done = stage, passed = before;
+    const int done = stage, done_place = place, passed = before;
     mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
     wgmma_fence();
     issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
@@ -397,18 +416,22 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     }
     release(smem.v_empty[v.stage()]);
     if constexpr (!kAhead) skip(smem, k, passed);
-    unsigned again = write_rows<C>(p, maps.out, smem.work[done], rO, state, smem.q[done]);
+    unsigned again = uniform(write_rows<C>(p, maps.out, smem.work[done_place], rO, state, smem.q[done], smem));
     if constexpr (kAhead) wgmma_wait<0>();
     if (again != 0) {
       bulk_wait();  // what was written of these rows is overwritten, by other lanes
       __syncwarp();
-      const Work<C>& w = smem.work[done];
-      for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
+      const Work<C>& w = smem.work[done_place];
+      for (; again; again &= again - 1) {
+        attend_row<C>(p, uniform(w.b), uniform(w.h), uniform(w.row + warp_row + __ffs(again) - 1));
+      }
     }
+    fence_async_proxy();
+    __syncwarp();
     if constexpr (kAhead) {
       held = done;
     } else {
-      release_q(done);
+      if constexpr (!C::kOwnOut) release_q(done);
       more = open_tile();
     }
   }

@@ -191,11 +191,11 @@ __device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int 
   }
 }
 
-// Divides by the row sums, gives O to `store` (row of the warp, column, pair) and writes LSE; returns which rows of the warp attend_row must
-// compute again, bit 16 m + 8 r + l / 4.
-template <class C, int kTiles, class Store>
+// Divides by the row sums, gives O to `store` (row of the warp, column, pair), eight rows at a time, after which it calls `next_rows`, and
+// writes LSE; returns which rows of the warp attend_row must compute again, bit 16 m + 8 r + l / 4.
+template <class C, int kTiles, class Store, class NextRows>
 __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, float (&rO)[kTiles][C::kHeadDimV / 8][4],
-                                  const RowState<kTiles>& state, int warp_row, Store store) {
+                                  const RowState<kTiles>& state, int warp_row, Store store, NextRows next_rows) {
   const int lane = static_cast<int>(opaque(threadIdx.x) % 32);  // not to be kept through the loop before
   unsigned again = 0;
 #pragma unroll
@@ -231,6 +231,7 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, floa
       } else {
         write(Constant<false>{});
       }
+      next_rows(2 * m + r);
       if constexpr (C::kWriteLse) {
         const float lse = live ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
         if (lane % 4 == 0 && i < p.seqlen_q) {
