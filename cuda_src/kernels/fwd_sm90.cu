@@ -201,6 +201,11 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   state.sum[0][1] += sum[1];
 }
 
+// Scope: warp. Whether all of its rows have a reference.
+__device__ inline bool have_reference(const RowState<1>& state) {
+  return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f));
+}
+
 // The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator: through the warp's own rows of sQ, or through memory of its own
 // that holds eight rows. bulk_wait_read says when that is free again.
 template <class C>
@@ -323,9 +328,6 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
       mbarrier_arrive(smem_address(&smem.q_empty[stage]));
     }
   };
-  // Whether all rows of the warp have a reference.
-  auto have_reference = [&] { return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f)); };
-
   if constexpr (kAhead) {
     multiply_first();
     wgmma_wait<0>();
@@ -367,7 +369,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
       }
     }
     if (kAhead && held >= 0) release_q(held);
-    bool started = have_reference();
+    bool started = have_reference(state);
     if (C::kPingPong && warpgroup == kConsumers - 1 && j > keys.first) named_barrier_arrive(next_turn, 256);
     for (--j; j >= keys.first; --j) {
       const Ring<C::kStages> v{k.used - 1};
@@ -394,7 +396,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
         softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
       } else {
         softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
-        started = have_reference();
+        started = have_reference(state);
       }
       wgmma_wait<0>();
       release(smem.v_empty[v.stage()]);

@@ -43,10 +43,14 @@ class Compiled(NamedTuple):
 
 def cases(row: Row) -> Iterator[Case]:
     """fp16 and bf16, without a flag and with all that the row serves; float32 and float64 for one architecture."""
-    flags = tuple(sorted(PLAIN)) if not row.options else (*ALL, "unaligned") if isinstance(row.config, FwdConfig) else ALL
+    flags = (*ALL, "unaligned") if isinstance(row.config, FwdConfig) else ALL
+    if not row.options:
+        served = PLAIN[row.family]
+        excluded = "causal" if "local" in served and not row.causal else "local"  # there is never both
+        flags = tuple(sorted(served - {"sink", excluded}))
     for arch, device in KNOWN.items():
         for dtype in row.dtypes:
-            for chosen in ((), flags) if row.causal is None else ((("causal",), flags) if row.causal else ((), ("lse",))):
+            for chosen in (("causal",) if row.causal else (), flags):
                 variant = Variant(row.family, dtype, row.head_dim, row.head_dim, chosen, row.config)
                 half = dtype in ("float16", "bfloat16")
                 runs = device.capability >= row.capability and row.arch in (None, arch)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 PRIME = 397  # more than three of the largest blocks
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True, "return_lse": True})
+WINDOW: dict[str, Any] = {"window_size": (90, 35), "return_lse": True}
 EACH_ROW = [pytest.param(row, dtype, id=f"{row_name(row)}-{dtype}") for row in variants.FORWARD for dtype in row.dtypes]
 each_row = pytest.mark.parametrize(("row", "dtype"), EACH_ROW)
 
@@ -37,8 +38,9 @@ def head_dims(row: Row) -> tuple[int, int]:
 
 
 def options_of(row: Row) -> tuple[dict[str, Any], ...]:
-    """Those of PLAIN that the row serves."""
-    return tuple(options for options in PLAIN if row.causal in (None, "causal" in options))
+    """Those that the row serves without being there for options."""
+    windows = (WINDOW,) if "local" in variants.PLAIN.get(row.family, ()) else ()
+    return tuple(options for options in (*PLAIN, *windows) if row.causal in (None, "causal" in options))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,8 +53,9 @@ def kernels(request: pytest.FixtureRequest) -> None:
             with only(row):
                 for d, options in itertools.product(head_dims(row), options_of(row)):
                     plain = AttentionProblem(dtype, dtype, 1, PRIME, PRIME, 2, 1, d, d, 1.0, aligned16=d * ITEMSIZE[dtype] % 16 == 0)
-                    causal = plain._replace(window_right=0, write_lse=True)
-                    found |= {step.variant for step in plan.forward(causal if options else plain, device.query(0)).steps}
+                    left, right = options.get("window_size", (None, 0 if options else None))
+                    asked = plain._replace(window_left=left, window_right=right, write_lse=bool(options))
+                    found |= {step.variant for step in plan.forward(asked, device.query(0)).steps}
     compile_ahead(found)
 
 
@@ -65,7 +68,7 @@ def test_kf_072_lengths_around_the_blocks_of_each_row(row: Row, dtype: str, rng:
     with only(row):
         for n, (d, sq, sk) in enumerate(itertools.product(head_dims(row), *lengths)):
             q, k, v = (rng.standard_normal((1, s, h, d)).astype(DTYPES[dtype]) for s, h in ((sq, 2), (sk, 1), (sk, 1)))
-            options = options_of(row)[n % len(options_of(row))]  # 25 pairs: the other one at the other width
+            options = options_of(row)[n % len(options_of(row))]  # 25 pairs: another one at the other width
             if row.causal and sq == 1:  # to a single query no key is in the future: no call for this row
                 continue
             agrees(move, q, k, v, name=f"D={d} Sq={sq} Sk={sk} {options}", **options)
