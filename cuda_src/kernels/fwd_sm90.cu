@@ -260,6 +260,8 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
   constexpr int kConsumers = C::kBlockM / 64;
   // Three warpgroups fill each other's gaps, and have no registers for it.
   constexpr bool kAhead = C::kPersistent && C::kStagesQ > 1 && kConsumers == 2;
+  // On the diagonal, where a warp sees 5/8 of a block on average.
+  constexpr bool kLeavesOut = C::kCausal && kFused<C> && !C::kMask && kConsumers == 2;
   constexpr bool kTogether = C::kPingPong || kAhead;  // all warpgroups multiply all blocks that are copied
   const int warpgroup = uniform(threadIdx.x / 128) - 1;
   const int warp_row = threadIdx.x / 32 * 16 - 64;
@@ -353,7 +355,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     release(smem.k_empty[k.stage()]);
     ++k.used;
     if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
-    softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
+    softmax_step<C, true, 1, kLeavesOut>(p, w, j, rS, state, warp_row, [] {});
     pack_p();
     if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
       const int valid = max(w.s.used_k - j * C::kBlockN, 0);

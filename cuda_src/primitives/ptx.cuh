@@ -73,6 +73,9 @@ __device__ inline unsigned opaque(unsigned x) {
   return x;
 }
 
+// In a branch: keeps the compiler from computing both sides and choosing after.
+__device__ inline void stay_branch() { asm volatile(""); }
+
 // Scope: warp. x, which is the same in all lanes, as the compiler cannot know of what was read from memory: loops that end by it and
 // addresses that follow from it then take uniform registers, which wgmma's descriptors need, and no instructions that bring lanes together.
 __device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }

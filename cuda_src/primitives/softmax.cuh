@@ -80,12 +80,16 @@ __device__ inline void rescale_output(float (&rO)[kTiles][C::kHeadDimV / 8][4], 
 }
 
 // S, as the product leaves it, becomes P in place; where a row outgrew its reference, that moves, and `grow` is to scale O by
-// state.rescale: at once where O is at hand, else later.
-template <class C, bool kMasked, int kTiles, class Grow>
+// state.rescale: at once where O is at hand, else later. kLeavesOut: columns past those that any row of the warp sees are left out, 32 at a
+// time. It must not be while products are under way.
+template <class C, bool kMasked, int kTiles, bool kLeavesOut = false, class Grow>
 __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, int j, float (&rS)[kTiles][C::kBlockN / 8][4],
                                     RowState<kTiles>& state, int warp_row, Grow grow) {
   const int lane = threadIdx.x % 32;
   const float scale_log2 = kFused<C> ? fabsf(p.softmax_scale_log2) : 1.0f;
+  constexpr int kStep = kLeavesOut ? 4 : C::kBlockN / 8;
+  int columns = C::kBlockN;
+  if constexpr (kLeavesOut) columns = visible_keys<C>(p, w.s, w.row + warp_row, w.row + warp_row + 16).last - j * C::kBlockN;
   float block_max[kTiles][2];
   bool grows = false;
 #pragma unroll
@@ -100,20 +104,24 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
       seen.last -= first_key;
       float top = -infinity(0.0f);
 #pragma unroll
-      for (int n = 0; n < C::kBlockN / 8; ++n) {
+      for (int first = 0; first < C::kBlockN / 8; first += kStep) {
+        if (kLeavesOut && 8 * first >= columns) continue;
 #pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          const int column = 8 * n + e % 2, key = first_key + column;
-          bool visible = true;
-          if constexpr (kMasked || C::kBias || C::kMask) visible = column < seen.last && (!C::kLocal || column >= seen.first);
-          if constexpr (C::kMask) visible = visible && is_let_through(p, w.context, i, key);
-          if constexpr (!kFused<C>) {
-            if (visible) rS[m][n][e] = score_step<C>(p, w.context, w.s, rS[m][n][e], i, key) * static_cast<float>(kLog2E);
+        for (int n = first; n < first + kStep && n < C::kBlockN / 8; ++n) {
+#pragma unroll
+          for (int e = 2 * r; e < 2 * r + 2; ++e) {
+            const int column = 8 * n + e % 2, key = first_key + column;
+            bool visible = true;
+            if constexpr (kMasked || C::kBias || C::kMask) visible = column < seen.last && (!C::kLocal || column >= seen.first);
+            if constexpr (C::kMask) visible = visible && is_let_through(p, w.context, i, key);
+            if constexpr (!kFused<C>) {
+              if (visible) rS[m][n][e] = score_step<C>(p, w.context, w.s, rS[m][n][e], i, key) * static_cast<float>(kLog2E);
+            }
+            if constexpr (kMasked || C::kMask) {
+              if (!visible) rS[m][n][e] = -infinity(0.0f);
+            }
+            top = fmaxf(top, rS[m][n][e]);
           }
-          if constexpr (kMasked || C::kMask) {
-            if (!visible) rS[m][n][e] = -infinity(0.0f);
-          }
-          top = fmaxf(top, rS[m][n][e]);
         }
       }
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));  // the four lanes of a row
@@ -139,19 +147,27 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
   }
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
+    float reference[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float reference = (kMasked || C::kMask) && state.reference[m][r] == -infinity(0.0f) ? 0.0f : state.reference[m][r];
-      float sum = state.sum[m][r];
+      reference[r] = (kMasked || C::kMask) && state.reference[m][r] == -infinity(0.0f) ? 0.0f : state.reference[m][r];
+    }
 #pragma unroll
-      for (int n = 0; n < C::kBlockN / 8; ++n) {
+    for (int first = 0; first < C::kBlockN / 8; first += kStep) {
+      if (kLeavesOut && 8 * first >= columns) {
 #pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          rS[m][n][e] = ex2(fmaf(rS[m][n][e], scale_log2, -reference));
-          sum += rS[m][n][e];
+        for (int n = first; n < first + kStep && n < C::kBlockN / 8; ++n) rS[m][n][0] = rS[m][n][1] = rS[m][n][2] = rS[m][n][3] = 0;
+        continue;
+      }
+      if constexpr (kLeavesOut) stay_branch();
+#pragma unroll
+      for (int n = first; n < first + kStep && n < C::kBlockN / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          rS[m][n][e] = ex2(fmaf(rS[m][n][e], scale_log2, -reference[e / 2]));
+          state.sum[m][e / 2] += rS[m][n][e];
         }
       }
-      state.sum[m][r] = sum;
     }
   }
 }
