@@ -105,7 +105,9 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
         if row.arch not in (None, device.arch) or (row.arch and not p.tensor_maps):
             continue
         variant = _variant(p, row)
-        if not (row.options or PLAIN[row.family].issuperset(variant.flags)) or row.causal not in (None, "causal" in variant.flags):
+        if not (row.options or PLAIN[row.family].issuperset(variant.flags)):
+            continue
+        if row.causal not in (None, "causal" in variant.flags or "local" in variant.flags):
             continue
         if row.longest is not None and p.seqlen_k > row.longest:
             continue

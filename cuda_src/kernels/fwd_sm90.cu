@@ -158,8 +158,9 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
 
 // A block that every row sees whole, for rows that have a reference: S becomes P without a row maximum on the way. A row whose weights of
 // this block sum to more than kLargestSum outgrew its reference: then that moves by a power of two, and P, the sum and (by `grow`) O are
-// scaled. A weight that overflowed stays infinite, and its row is computed again at the end.
+// scaled. A row that jumps by 2^100 or more is computed again at the end: a weight may have overflowed, and 2^-127 would be flushed to 0.
 constexpr float kLargestSum = 1024.0f;
+constexpr float kFarthestSum = 1.2676506e30f;  // 2^100
 
 // Where nothing but the scale joins a score, and every key of a full block is visible.
 template <class C>
@@ -183,12 +184,13 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
       float top = sum[r];
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2));
-      const float shift = top > 1.0f && top < infinity(0.0f) ? ceilf(log2f(top)) : 0.0f;
+      const bool too_far = top >= kFarthestSum;
+      const float shift = top > 1.0f && !too_far ? ceilf(log2f(top)) : 0.0f;
       const float rescale = ex2(-shift);
       state.reference[0][r] += shift;
       state.rescale[0][r] = rescale;
       state.sum[0][r] *= rescale;
-      sum[r] *= rescale;
+      sum[r] = too_far ? infinity(0.0f) : sum[r] * rescale;
 #pragma unroll
       for (int n = 0; n < C::kBlockN / 8; ++n) {
         rS[0][n][2 * r] *= rescale;

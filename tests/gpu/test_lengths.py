@@ -40,7 +40,7 @@ def head_dims(row: Row) -> tuple[int, int]:
 def options_of(row: Row) -> tuple[dict[str, Any], ...]:
     """Those that the row serves without being there for options."""
     windows = (WINDOW,) if "local" in variants.PLAIN.get(row.family, ()) else ()
-    return tuple(options for options in (*PLAIN, *windows) if row.causal in (None, "causal" in options))
+    return tuple(options for options in (*PLAIN, *windows) if row.causal in (None, options != {}))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +69,7 @@ def test_kf_072_lengths_around_the_blocks_of_each_row(row: Row, dtype: str, rng:
         for n, (d, sq, sk) in enumerate(itertools.product(head_dims(row), *lengths)):
             q, k, v = (rng.standard_normal((1, s, h, d)).astype(DTYPES[dtype]) for s, h in ((sq, 2), (sk, 1), (sk, 1)))
             options = options_of(row)[n % len(options_of(row))]  # 25 pairs: another one at the other width
-            if row.causal and sq == 1:  # to a single query no key is in the future: no call for this row
+            if "causal" in options and row.causal and sq == 1:  # to a single query no key is in the future: no call for this row
                 continue
             agrees(move, q, k, v, name=f"D={d} Sq={sq} Sk={sk} {options}", **options)
 
@@ -87,11 +87,13 @@ def scores(kind: str, sk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         "early": (240, 1, np.where(j == 1, 250.0, 0), j % 5, (1,)),
         "high": (240, 1, zeros + 250, -(j % 7), (1,)),  # about 60000, all of them
         "low": (240, 1, zeros - 250, j % 7, (1,)),  # about -60000
+        # Each row jumps by 1.44 binary orders more than the one before it, up to 280, in the midst of the walk.
+        "jump": (1, 0, np.where(j == sk // 2, 1.0, 0), zeros, tuple(n // 2 for n in range(400))),
         "opposite": (240, 0, np.where(j % 50 == 49, 250.0, -250.0), zeros, (1, -1)),
     }[kind]
 
 
-KINDS = ("rising", "falling", "both", "steep", "late", "early", "high", "low", "opposite")
+KINDS = ("rising", "falling", "both", "steep", "late", "early", "high", "low", "jump", "opposite")
 
 
 @each_row
@@ -107,8 +109,22 @@ def test_kf_008_logits_of_every_shape_and_size(row: Row, dtype: str, rng: np.ran
             v = rng.standard_normal((1, PRIME, 1, row.head_dim))
             arrays = (x.astype(DTYPES[dtype]) for x in (q, k, v))
             # The maximum in log2 units is 86562, which float32 knows to 2^-8: the one key's weight is up to 2^(2^-8), and rounded as such.
-            one_key = kind in ("late", "early")
+            one_key = kind in ("late", "early", "jump")
             agrees(move, *arrays, name=f"{kind} {options}", exact_weights=one_key, softmax_scale=1.0, **options)
+
+
+@each_row
+def test_kf_008_outliers_among_rows_and_columns(row: Row, dtype: str, rng: np.random.Generator) -> None:
+    """Rows jump by anything from nothing to beyond the range, at any place."""
+    needs(row)
+    move, d = Move("cupy"), row.head_dim
+    with only(row):
+        for options in options_of(row):
+            q, k, v = (rng.standard_normal((1, PRIME, h, d)) for h in (2, 1, 1))
+            for x in (q, k, v):
+                x[:, ::29] *= 20
+                x[..., ::31] *= 5
+            agrees(move, *(x.astype(DTYPES[dtype]) for x in (q, k, v)), name=f"outliers {options}", **options)
 
 
 @each_row
