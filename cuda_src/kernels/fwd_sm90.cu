@@ -137,7 +137,7 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     ++q.used;
     tile = tiles.next();
     if (tile >= 0) {
-      next = tiles.work(p, tile);  // divisions, while the loads are on their way
+      next = tiles.work(p, tile);        // divisions, while the loads are on their way
       if constexpr (C::kStagesQ == 1) {  // all blocks of the grid ask for their next Q at about the same time, too late to wait for DRAM
 #pragma unroll
         for (int n = 0; n < S::TileQ::kCount; ++n) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
@@ -208,8 +208,8 @@ __device__ inline bool have_reference(const RowState<1>& state) {
   return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f));
 }
 
-// The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator: through the warp's own rows of sQ, or through memory of its own
-// that holds eight rows. bulk_wait_read says when that is free again.
+// The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator: through the warp's own rows of sQ, or through memory of its
+// own that holds eight rows. bulk_wait_read says when that is free again.
 template <class C>
 __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& map, const Work<C>& w, float (&rO)[1][C::kHeadDimV / 8][4],
                                       const RowState<1>& state, char* sQ, Smem<C>& smem) {
@@ -254,8 +254,8 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
   }
 }
 
-// Scope: warpgroup. All tiles of the block. Where Q has two buffers, the first product of the next tile is queued before the rows of this one
-// are written, so that it runs meanwhile.
+// Scope: warpgroup. All tiles of the block. Where Q has two buffers, the first product of the next tile is queued before the rows of this
+// one are written, so that it runs meanwhile.
 template <class C>
 __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using Element = typename C::Element;

@@ -133,8 +133,8 @@ __device__ inline void tma_prefetch(const void* map, int x, int y, int z, int w)
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Scope: one thread. Copies a box from shared memory to a tensor, as far as the tensor goes, queued; then closes the batch of its copies, and
-// waits until its batches have been read, or are there.
+// Scope: one thread. Copies a box from shared memory to a tensor, as far as the tensor goes, queued; then closes the batch of its copies,
+// and waits until its batches have been read, or are there.
 __device__ inline void tma_store(unsigned smem, const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(smem), "l"(map), "r"(x), "r"(y),
                "r"(z), "r"(w)

@@ -190,7 +190,9 @@ __device__ inline Pair<Out> narrow_pair(float low, float high) {
 }
 // `seen` stays 0 until a pair holds an infinity or a NaN.
 __device__ inline void watch(Pair<Half> pair, unsigned& seen) { seen = fma_pair(*reinterpret_cast<unsigned*>(&pair), 0, seen, Half{}); }
-__device__ inline void watch(Pair<BFloat16> pair, unsigned& seen) { seen = fma_pair(*reinterpret_cast<unsigned*>(&pair), 0, seen, BFloat16{}); }
+__device__ inline void watch(Pair<BFloat16> pair, unsigned& seen) {
+  seen = fma_pair(*reinterpret_cast<unsigned*>(&pair), 0, seen, BFloat16{});
+}
 __device__ inline void watch(Pair<float> pair, unsigned& seen) { seen |= __float_as_uint(pair.low * 0.0f + pair.high * 0.0f) & 0x7fffffff; }
 
 // Writes a pair of a row of O, as far as its columns exist.

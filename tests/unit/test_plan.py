@@ -101,7 +101,13 @@ def test_rows_for_short_calls_and_for_causal_ones() -> None:
 
 
 def test_a_window_a_sink_and_used_lengths_stay_in_the_fast_rows_of_sm_90() -> None:
-    for fields in ({"window_left": 3}, {"sink": "float32"}, {"sink": "bfloat16"}, {"seqused_k": True}, {"window_left": 3, "seqused_q": True}):
+    for fields in (
+        {"window_left": 3},
+        {"sink": "float32"},
+        {"sink": "bfloat16"},
+        {"seqused_k": True},
+        {"window_left": 3, "seqused_q": True},
+    ):
         assert plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
     for fields in ({"softcap": 2.0}, {"mask": True}, {"bias": "float32"}, {"alibi": True}):
         assert not plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
