@@ -157,10 +157,13 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
 }
 
 // A block that every row sees whole, for rows that have a reference: S becomes P without a row maximum on the way. A row whose weights of
-// this block sum to more than kLargestSum outgrew its reference: then that moves by a power of two, and P, the sum and (by `grow`) O are
-// scaled. A row that jumps by 2^100 or more is computed again at the end: a weight may have overflowed, and 2^-127 would be flushed to 0.
+// this block sum to more than kLargestSum has outgrown its reference: that moves to the row's maximum, and P, the sum and (by `grow`) O are
+// scaled. Beyond 2^100 a weight may have overflowed, and the row is computed again at the end.
+//
+// The price is in rounding: the largest weight is not 1, which 16 bits hold exactly, but up to kLargestSum. It is felt where one key
+// outweighs all others, and such rows jump: so a warp that has seen a jump takes the maximum of each block from then on.
 constexpr float kLargestSum = 1024.0f;
-constexpr float kFarthestSum = 1.2676506e30f;  // 2^100
+constexpr float kFarthestWeight = 1.2676506e30f;  // 2^100
 
 // Where nothing but the scale joins a score, and every key of a full block is visible.
 template <class C>
@@ -181,13 +184,15 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   if (__any_sync(kWarp, !(fmaxf(sum[0], sum[1]) < kLargestSum))) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = sum[r];
+      float top = 1.0f;
+#pragma unroll
+      for (int n = 0; n < C::kBlockN / 8; ++n) top = fmaxf(top, fmaxf(rS[0][n][2 * r], rS[0][n][2 * r + 1]));
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2));
-      const bool too_far = top >= kFarthestSum;
-      const float shift = top > 1.0f && !too_far ? ceilf(log2f(top)) : 0.0f;
-      const float rescale = ex2(-shift);
-      state.reference[0][r] += shift;
+      const bool too_far = top >= kFarthestWeight;
+      const float old = state.reference[0][r], reference = too_far ? old : old + log2f(top);
+      const float rescale = ex2(old - reference);
+      state.reference[0][r] = reference;
       state.rescale[0][r] = rescale;
       state.sum[0][r] *= rescale;
       sum[r] = too_far ? infinity(0.0f) : sum[r] * rescale;
@@ -269,7 +274,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
   const int warp_row = threadIdx.x / 32 * 16 - 64;
   // Ping-pong: a warpgroup queues its products when the one before it has queued its own, so that they take turns at the tensor cores, and
   // one's exponentials run under another's products.
-  const int turn = 4 + warpgroup, next_turn = 4 + (warpgroup + 1) % kConsumers;
+  const int turn = 5 + warpgroup, next_turn = 5 + (warpgroup + 1) % kConsumers;
 
   float rO[1][C::kHeadDimV / 8][4];
   float rS[1][C::kBlockN / 8][4];
@@ -357,7 +362,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     release(smem.k_empty[k.stage()]);
     ++k.used;
     if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
-    softmax_step<C, true, 1, kLeavesOut>(p, w, j, rS, state, warp_row, [] {});
+    softmax_step<C, true, 1, kWithoutMaximum<C>, kLeavesOut>(p, w, j, rS, state, warp_row, [] {});
     pack_p();
     if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
       const int valid = max(w.s.used_k - j * C::kBlockN, 0);
@@ -373,7 +378,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
       }
     }
     if (kAhead && held >= 0) release_q(held);
-    bool started = have_reference(state);
+    bool jumped = false, calm = have_reference(state);
     if (C::kPingPong && warpgroup == kConsumers - 1 && j > keys.first) named_barrier_arrive(next_turn, 256);
     for (--j; j >= keys.first; --j) {
       const Ring<C::kStages> v{k.used - 1};
@@ -394,13 +399,15 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
       if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
       bool grew = false;
       const bool full = keys.is_full(j);
-      if (kWithoutMaximum<C> && full && started) {
+      if (kWithoutMaximum<C> && full && calm) {
         softmax_full<C>(p, rS, state, [&] { grew = true; });
+        jumped = grew;
+        calm = !grew;
       } else if (!kWithoutMaximum<C> && full) {
         softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
       } else {
-        softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
-        started = have_reference(state);
+        softmax_step<C, true, 1, kWithoutMaximum<C>>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+        calm = !jumped && have_reference(state);
       }
       wgmma_wait<0>();
       release(smem.v_empty[v.stage()]);
@@ -467,10 +474,10 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_give<kConsumers == 3 ? 32 : 24>();
+    registers_give<kConsumers == 2 ? 24 : 32>();
     if (threadIdx.x == 0) produce<C>(p, maps, smem);
   } else {
-    registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
+    registers_take<kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112>();  // in all no more than the block was launched with
     consume<C>(p, maps, smem);
   }
 }

@@ -80,9 +80,9 @@ __device__ inline void rescale_output(float (&rO)[kTiles][C::kHeadDimV / 8][4], 
 }
 
 // S, as the product leaves it, becomes P in place; where a row outgrew its reference, that moves, and `grow` is to scale O by
-// state.rescale: at once where O is at hand, else later. kLeavesOut: columns past those that any row of the warp sees are left out, 32 at a
-// time. It must not be while products are under way.
-template <class C, bool kMasked, int kTiles, bool kLeavesOut = false, class Grow>
+// state.rescale: at once where O is at hand, else later. kExact: a reference is the row maximum. kLeavesOut: columns past those that any
+// row of the warp sees are left out, 32 at a time. It must not be while products are under way.
+template <class C, bool kMasked, int kTiles, bool kExact = false, bool kLeavesOut = false, class Grow>
 __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, int j, float (&rS)[kTiles][C::kBlockN / 8][4],
                                     RowState<kTiles>& state, int warp_row, Grow grow) {
   const int lane = threadIdx.x % 32;
@@ -127,7 +127,7 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));  // the four lanes of a row
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2)) * scale_log2;
       block_max[m][r] = top;
-      grows = grows || top > state.reference[m][r] + kGrowth;
+      grows = grows || top > state.reference[m][r] + (kExact ? 0.0f : kGrowth);
     }
   }
   if (__any_sync(kWarp, grows)) {
