@@ -336,18 +336,23 @@ def check_out(name: str, array: Any, out: ArrayView, views: Mapping[str, ArrayVi
         raise ShapeError(f"{name} is read-only: pass an array that can be written")
     if out.library == "torch" and out.owner.requires_grad:
         raise ArgumentError(f"{name} requires grad: pass a tensor that does not")
-    if 0 not in out.shape and any(s <= 0 and n > 1 for n, s in zip(out.shape, out.strides, strict=True)):
+    if _folds(out.shape, out.strides):
         raise ShapeError(f"{name} has strides {out.strides}: each must be positive, so that no two elements share a place")
     for other, view in views.items():
         if view is not None and other != name and _overlap(out, view):
             raise ShapeError(f"{name} overlaps {other} in memory: each result needs memory of its own; pass another array")
 
 
+@functools.lru_cache(maxsize=1024)
+def _folds(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return 0 not in shape and any(s <= 0 and n > 1 for n, s in zip(shape, strides, strict=True))
+
+
 def _overlap(a: ArrayView, b: ArrayView) -> bool:
-    if a.device_id != b.device_id or 0 in a.shape or 0 in b.shape:
+    (a_before, a_behind), (b_before, b_behind) = _reach(*a[1:4]), _reach(*b[1:4])
+    if a.device_id != b.device_id or a.ptr + a_behind <= b.ptr + b_before or b.ptr + b_behind <= a.ptr + a_before:
         return False
-    (a_first, a_last), (b_first, b_last) = _extent(a), _extent(b)
-    if a_last <= b_first or b_last <= a_first:
+    if 0 in a.shape or 0 in b.shape:
         return False
     # NumPy's exact test reads addresses only, so it serves device memory as well. It gives up on contrived strides: then be safe.
     try:
@@ -356,11 +361,12 @@ def _overlap(a: ArrayView, b: ArrayView) -> bool:
         return True
 
 
-def _extent(view: ArrayView) -> tuple[int, int]:
-    """The addresses from the first byte of any element to behind the last."""
-    reach = [(n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)]
-    size = _itemsize(view.dtype)
-    return view.ptr + size * sum(r for r in reach if r < 0), view.ptr + size * (1 + sum(r for r in reach if r > 0))
+@functools.lru_cache(maxsize=1024)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> tuple[int, int]:
+    """From an array's address to the first byte of any element, and to behind the last."""
+    reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    size = _itemsize(dtype)
+    return size * sum(r for r in reach if r < 0), size * (1 + sum(r for r in reach if r > 0))
 
 
 class _Shadow:
