@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from cupyflash import arrays, host, jit, launch, params, plan, tensormap
 from cupyflash.arrays import HOST, ArrayView
 from cupyflash.device import HOST_SPEC, DeviceSpec, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
-from cupyflash.keywords import names_foreign_keywords
+from cupyflash.keywords import foreign_keyword, names_foreign_keywords
 from cupyflash.problem import (
     DIFFERENTIABLE,
     ITEMSIZE,
@@ -69,6 +69,7 @@ def attention(
     out_dtype: Any = None,
     return_lse: bool = False,
     stream: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention, softmax(scale * q k^T) v, without the Sq x Sk matrix in memory.
 
@@ -132,6 +133,8 @@ def attention(
     >>> lse.shape
     (2, 8, 128)
     """
+    if unknown:
+        raise foreign_keyword(attention, unknown)
     views: list[Any] = [arrays.view(q, "q", stream), arrays.view(k, "k", stream), arrays.view(v, "v", stream)]
     if out is bias is mask is alibi_slopes is sink is seqused_q is seqused_k is None:  # 1 us less for most calls
         views += _NOTHING
