@@ -62,10 +62,10 @@ REFERENCE, STANDARD = remembered(reference.attention_backward), remembered(test_
 @pytest.fixture(autouse=True, params=LIBRARIES)
 def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Move]:
     """`cupyflash.attention_backward` and `attention_vjp` compute on the GPU for the length of a test."""
-    move, calls, launches, run = Move(request.param), [], [], launch.run
+    move, calls, launches, parameters = Move(request.param), [], [], launch._parameters
     monkeypatch.setattr(reference, "attention_backward", REFERENCE)
     monkeypatch.setattr(test_pairs_backward, "standard_gradients", STANDARD)
-    monkeypatch.setattr(launch, "run", lambda *args: (launches.append(1), run(*args))[1])
+    monkeypatch.setattr(launch, "_parameters", lambda *args: (launches.append(1), parameters(*args))[1])
 
     @functools.wraps(host_backward)
     def attention_backward(*arrays: Any, **options: Any) -> Any:

@@ -289,6 +289,10 @@ def test_a_packed_call_holds_each_value_under_its_name() -> None:
     assert (packed["window_left"], packed["window_right"], packed["top_left"]) == (2**31 - 1, 0, 0)
     assert (packed["seqlen_q"], packed["head_dim_v"], packed["softcap"]) == (1000, 128, 2.0)
     assert packed["softmax_scale_log2"] == pytest.approx(0.1 * 1.4426950408889634)
+    for lse in (None, fake(8, 1, 1, 1)):  # only the addresses that are there, to the same places
+        given = [ptr for ptr in params.pointers(operands, lse) if ptr]
+        codes = params.pointers_given(operands, lse)
+        assert struct.pack(f"<{codes}", *given) == params.POINTERS.pack(*params.pointers(operands, lse))
 
 
 def test_a_packed_backward_call_holds_each_value_under_its_name() -> None:
