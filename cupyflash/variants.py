@@ -156,32 +156,31 @@ def _sm90(head_dim: int, options: bool, config: Sm90Config, why: str, causal: bo
     return Row("fwd_sm90", _HALF, head_dim, 90, options, config, why, "90a", causal, longest)
 
 
-# Persistent, with two tiles of Q; the same with warpgroups that take turns; with one tile of Q and rows of O in memory of their own.
-def _two_q(block_m: int, block_n: int) -> Sm90Config:
-    return Sm90Config(block_m, block_n, 2, 2, persistent=True)
+# Persistent, with two tiles of Q; with one of Q, and rows of O in memory of their own. Ping-pong: `turns`.
+def _two_q(block_m: int, block_n: int, stages: int = 2, turns: bool = False) -> Sm90Config:
+    return Sm90Config(block_m, block_n, stages, 2, turns, persistent=True)
 
 
-def _turns(block_m: int, block_n: int) -> Sm90Config:
-    return Sm90Config(block_m, block_n, 2, 2, ping_pong=True, persistent=True)
-
-
-def _own_out(block_m: int, block_n: int) -> Sm90Config:
-    return Sm90Config(block_m, block_n, 2, 1, persistent=True, own_out=True)
+def _own_out(block_m: int, block_n: int, stages: int = 2, turns: bool = False) -> Sm90Config:
+    return Sm90Config(block_m, block_n, stages, 1, turns, persistent=True, own_out=True)
 
 
 # TFLOP/s are of an H200 (2026-11-29, bf16, one batch, S = 16384, heads x D = 2048, not causal), all rows of a width and torch's FA2 in one
 # process. Spills are in the prologue and in what is read once a key block.
 FORWARD = (
-    _sm90(64, False, _turns(192, 128), "580, against 547 without turns, 572 for 192x112 and 490 for 128x128; FA3 552", causal=False),
-    _sm90(64, False, _two_q(192, 128), "at S = 1024 332, against 302 with turns and 323 for 128x128; cuDNN 325", causal=True, longest=2048),
-    _sm90(64, False, _turns(192, 128), "566, against 564 without turns and 555 for 192x96; FA3 525", causal=True),
+    _sm90(64, False, _own_out(256, 64, 3, turns=True), "585; 573 for 192x128; at S = 1024 508 and 430; cuDNN 449 and 398", causal=False),
+    _sm90(64, False, _own_out(256, 64, 3), "564, against 550 with turns; at S = 1024 390 and 341; cuDNN 442 and 312", causal=True),
     _sm90(96, False, _two_q(128, 128), "not measured"),
-    _sm90(128, False, _own_out(128, 128), "at S = 1024 594, against 573 for 192x80; FA3 569", causal=False, longest=1024),
-    _sm90(128, False, _two_q(192, 80), "746, against 722 for 128x128; FA3 678", causal=False),
-    _sm90(128, False, _turns(128, 128), "at S = 1024 444, against 439 for 192x64 and 424 for 192x80; FA3 459", causal=True, longest=1024),
-    _sm90(128, False, _two_q(192, 64), "731, against 730 for 192x80; at S = 2048 570 against 552; FA3 681", causal=True),
+    _sm90(128, False, _two_q(128, 96, 3), "at S = 1024 583, 560 for 192x80 and 558 for 192x64; cuDNN 518", causal=False, longest=1024),
+    _sm90(128, False, _two_q(192, 64, 3, turns=True), "734; 735 for 192x80; at S = 2048 667 and 658; cuDNN 598 and 552", causal=False),
+    _sm90(128, False, _two_q(192, 64, 3), "684; 666 for 128x128; at S = 1024 434 and 422; cuDNN 514 and 372", causal=True),
     _sm90(192, False, _own_out(128, 96), "not measured"),
-    _sm90(256, False, _own_out(128, 64), "755, and at S = 1024 643, against 754 and 596 for 128x80 with a block for each tile; FA3 742"),
+    _sm90(
+        256,
+        False,
+        _own_out(128, 64),
+        "755; 754 for 128x80 with a block for each tile; at S = 1024 643 and 596; FA3 742 and 624",
+    ),
     _sm90(128, True, Sm90Config(128, 80, 2), "all options together leave it without spills"),
     _sm90(256, True, Sm90Config(128, 48, 2), "what all options together leave without spills"),
     _sm80(32, False, 128, 64, 4, "242, against 237 for 128x128; FA2 222"),

@@ -58,7 +58,7 @@ class Gpu:
         *_, stream, address, extra = rest
         first, second = struct.unpack("<2Q", ctypes.string_at(address, 16))
         packed = dict(zip(FIELDS, params.FORWARD.unpack(ctypes.string_at(first, params.FORWARD.size)), strict=True))
-        maps = b"" if second == first else ctypes.string_at(second, 3 * MAP)
+        maps = b"" if second == first else ctypes.string_at(second, 4 * MAP)
         assert second % 64 == extra == 0
         self.launches.append(types.SimpleNamespace(handle=handle, grid=(x, y, z), stream=stream, packed=packed, maps=maps))
 
@@ -146,9 +146,9 @@ def test_addresses_are_put_into_tensor_maps_once(gpu: Gpu) -> None:
     inputs, others, target = make(), make(), Array((1, 64, 2, 64), np.float16)
     for arguments in (inputs, others, inputs, others):
         cupyflash.attention(*arguments, out=target)
-    assert gpu.replaced == 6
+    assert gpu.replaced == 8
     for call, arguments in zip(gpu.launches, (inputs, others, inputs, others), strict=True):
-        assert maps_of(call) == [(x.data.ptr, (64, 64, 2, 1)) for x in arguments]
+        assert maps_of(call) == [(x.data.ptr, (64, 64, 2, 1)) for x in (*arguments, target)]
 
 
 def test_an_address_that_comes_back_with_another_shape_has_a_map_of_its_own(gpu: Gpu) -> None:
@@ -156,7 +156,7 @@ def test_an_address_that_comes_back_with_another_shape_has_a_map_of_its_own(gpu:
     for seqlen, heads in ((64, 2), (32, 4), (64, 2), (128, 1)):
         shape = (1, seqlen, heads, 64)
         cupyflash.attention(*(Array(shape, np.float16, m) for m in memory), out=Array(shape, np.float16, target))
-        assert maps_of(gpu.launches[-1]) == [(m.ptr, (64, seqlen, heads, 1)) for m in memory]
+        assert maps_of(gpu.launches[-1]) == [(m.ptr, (64, seqlen, heads, 1)) for m in (*memory, target)]
         assert [gpu.launches[-1].packed[name] for name in ("seqlen_q", "q_stride_seq")] == [seqlen, heads * 64]
 
 
@@ -209,7 +209,7 @@ def test_threads_have_parameters_of_their_own(gpu: Gpu) -> None:
     for call in gpu.launches:
         seqlen, pointers = expected[call.packed["q"]]
         assert [call.packed[name] for name in ("q", "k", "v", "seqlen_k")] == [*pointers, seqlen]
-        assert maps_of(call) == [(ptr, (64, seqlen, 2, 1)) for ptr in pointers]
+        assert maps_of(call) == [(ptr, (64, seqlen, 2, 1)) for ptr in (*pointers, call.packed["out"])]
 
 
 def test_a_refused_launch_names_the_kernel(gpu: Gpu) -> None:

@@ -84,7 +84,7 @@ def test_what_tensor_maps_cannot_describe_runs_without_them() -> None:
     assert family() == "fwd_sm90"
     assert family(tensor_maps=False) == family(tensor_maps=False, aligned16=False) == "fwd_sm80"
     (step,) = plan.forward(problem(head_dim=64, head_dim_v=64), KNOWN["90a"]).steps
-    assert step.boxes == (("q", 192), ("k", 128), ("v", 128), ("out", 16))
+    assert step.boxes == (("q", 256), ("k", 64), ("v", 64), ("out", 8))
     (step,) = plan.forward(problem(head_dim=64, head_dim_v=128), KNOWN["90a"]).steps  # O's rows do not fit Q's memory
     assert [name for name, _ in step.boxes] == ["q", "k", "v"]
     assert plan.forward(problem(), KNOWN["80"]).steps[0].boxes == ()
@@ -94,10 +94,9 @@ def test_rows_for_short_calls_and_for_causal_ones() -> None:
     def tile(**fields: Any) -> str:
         return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.tile
 
-    assert tile(seqlen_k=1024) == "m128n128s2q1to"
-    assert tile(seqlen_k=1025) == "m192n80s2q2t"
-    assert tile(seqlen_k=1024, window_right=0) == "m128n128s2q2pt"
-    assert tile(seqlen_k=1025, window_right=0) == "m192n64s2q2t"
+    assert tile(seqlen_k=1024) == "m128n96s3q2t"
+    assert tile(seqlen_k=1025) == "m192n64s3q2pt"
+    assert tile(seqlen_k=1025, window_right=0) == tile(seqlen_k=1025, window_left=9) == "m192n64s3q2t"
 
 
 def test_a_window_a_sink_and_used_lengths_stay_in_the_fast_rows_of_sm_90() -> None:
