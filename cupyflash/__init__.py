@@ -6,6 +6,7 @@
 from cupyflash import reference
 from cupyflash._version import __version__
 from cupyflash.api import AttentionResult, Report, Support, attention, merge_states, supports, warmup
+from cupyflash.backward import Gradients, attention_backward, attention_vjp
 from cupyflash.environment import show_config
 from cupyflash.errors import (
     ArgumentError,
@@ -27,6 +28,7 @@ __all__ = [
     "CupyflashError",
     "DeviceError",
     "DtypeError",
+    "Gradients",
     "LaunchError",
     "Report",
     "SetupError",
@@ -36,6 +38,8 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "attention_backward",
+    "attention_vjp",
     "merge_states",
     "reference",
     "show_config",

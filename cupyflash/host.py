@@ -16,19 +16,22 @@ bfloat16 arrays arrive as their bits in uint16: widening is a shift, and narrowi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from cupyflash.problem import AttentionProblem, Operands
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+R = TypeVar("R")
 _log = logging.getLogger("cupyflash")
 
 # Scores in one tile, and keys in it at most; measured in bench/NOTES.md. 16 threads of 512 kB tiles stay far below 64 MB.
@@ -41,27 +44,36 @@ _SERIAL = 1 << 20  # below so many scores in all a call takes 2 ms or less, and 
 def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None:
     """Fill `a.out` (B, Sq, Hq, Dv) and, unless None, `lse` (B, Hq, Sq); every operand is a NumPy array in the axis order of Operands."""
     p = problem
-    used_q = _used("seqused_q", a.seqused_q, p.seqlen_q, p.batch)
-    used_k = _used("seqused_k", a.seqused_k, p.seqlen_k, p.batch)
+    used_q = used_lengths("seqused_q", a.seqused_q, p.seqlen_q, p.batch)
+    used_k = used_lengths("seqused_k", a.seqused_k, p.seqlen_k, p.batch)
     tiles = list(_query_tiles(p, ragged=a.seqused_q is not None or a.seqused_k is not None))
 
-    def compute(tile: _Tile) -> None:
+    def compute(tile: Tile) -> None:
         with np.errstate(all="ignore"):  # inf and NaN of the inputs travel as IEEE says; a warning about them would name no argument
             _one_tile(p, a, lse, tile, used_q[tile.b.start], used_k[tile.b.start])
 
-    threads = min(len(tiles), _num_cpus(), _MAX_THREADS)
-    if threads < 2 or p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k < _SERIAL:
-        for tile in tiles:
-            compute(tile)
+    with workers(len(tiles), scores=p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k) as run:
+        for _ in run(compute, tiles):  # the loop raises what a tile raised
+            pass
+
+
+@contextlib.contextmanager
+def workers(tiles: int, scores: int) -> Iterator[Callable[[Callable[[T], R], Iterable[T]], Iterator[R]]]:
+    """A `map` over tiles whose results come in order: on threads, each with a BLAS of one thread, where a call is long enough for them."""
+    threads = min(tiles, _num_cpus(), _MAX_THREADS)
+    if threads < 2 or scores < _SERIAL:
+        yield map
         return
 
-    def compute_alone(tile: _Tile) -> None:
-        with _one_blas_thread():  # an OpenMP BLAS has a number of threads for each of ours
-            compute(tile)
+    def run(compute: Callable[[T], R], tiles: Iterable[T]) -> Iterator[R]:
+        def compute_alone(tile: T) -> R:
+            with _one_blas_thread():  # an OpenMP BLAS has a number of threads for each of ours
+                return compute(tile)
+
+        return pool.map(compute_alone, tiles)
 
     with _all_cores, _one_blas_thread(), ThreadPoolExecutor(threads, thread_name_prefix="cupyflash") as pool:
-        for _ in pool.map(compute_alone, tiles):  # the loop raises what a tile raised
-            pass
+        yield run
 
 
 # Most BLAS have one number of threads for the process, so calls that change it take turns; each keeps all cores busy anyway.
@@ -85,33 +97,33 @@ def _blas() -> Any:
     return ThreadpoolController()
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     b: slice  # batch
     h: slice  # key/value heads
     m: slice  # query rows
 
 
-def _query_tiles(p: AttentionProblem, ragged: bool) -> Iterator[_Tile]:
+def _query_tiles(p: AttentionProblem, ragged: bool) -> Iterator[Tile]:
     group = p.num_heads_q // max(p.num_heads_kv, 1)
     block_n = min(max(p.seqlen_k, 1), _BLOCK_N)
-    block_m = _fit(p.seqlen_q, _TILE // (block_n * max(group, 1)))
-    heads = _fit(p.num_heads_kv, _TILE // (block_n * block_m * max(group, 1)))
-    batches = 1 if ragged else _fit(p.batch, _TILE // (block_n * block_m * max(group, 1) * heads))
-    for b in _blocks(p.batch, batches):
-        for h in _blocks(p.num_heads_kv, heads):
-            for m in reversed(list(_blocks(p.seqlen_q, block_m))):  # under a causal mask the last rows take longest: start them first
-                yield _Tile(b, h, m)
+    block_m = fit(p.seqlen_q, _TILE // (block_n * max(group, 1)))
+    heads = fit(p.num_heads_kv, _TILE // (block_n * block_m * max(group, 1)))
+    batches = 1 if ragged else fit(p.batch, _TILE // (block_n * block_m * max(group, 1) * heads))
+    for b in blocks(p.batch, batches):
+        for h in blocks(p.num_heads_kv, heads):
+            for m in reversed(list(blocks(p.seqlen_q, block_m))):  # under a causal mask the last rows take longest: start them first
+                yield Tile(b, h, m)
 
 
-def _fit(n: int, limit: int) -> int:
+def fit(n: int, limit: int) -> int:
     return max(1, min(n, limit))
 
 
-def _blocks(n: int, block: int) -> Iterator[slice]:
+def blocks(n: int, block: int) -> Iterator[slice]:
     return (slice(start, min(start + block, n)) for start in range(0, n, block))
 
 
-def _one_tile(p: AttentionProblem, a: Operands, lse: Array | None, tile: _Tile, used_q: int, used_k: int) -> None:
+def _one_tile(p: AttentionProblem, a: Operands, lse: Array | None, tile: Tile, used_q: int, used_k: int) -> None:
     b, h, m = tile
     group = p.num_heads_q // p.num_heads_kv
     heads = slice(h.start * group, h.stop * group)
@@ -119,23 +131,24 @@ def _one_tile(p: AttentionProblem, a: Operands, lse: Array | None, tile: _Tile, 
     grid = (batch, kv_heads, group, rows)  # one softmax each
     flat = (batch, kv_heads, group * rows)
 
-    q = _widen(a.q[b, m, heads], p.dtype) * _real(p, p.softmax_scale)
-    rQ = q.reshape(batch, rows, kv_heads, group, p.head_dim).transpose(0, 2, 3, 1, 4).reshape(*flat, p.head_dim)
+    rQ = as_rows(widen(a.q[b, m, heads], p.dtype) * real(p, p.softmax_scale), group)
     rO = np.zeros((*flat, p.head_dim_v), rQ.dtype)
     row_max = np.full(flat, -np.inf, rQ.dtype)
     row_sum = np.zeros(flat, rQ.dtype)
     if a.sink is not None:  # one more key, of value zero: the state after having seen it alone
-        sink = _widen(a.sink[heads], p.sink).astype(rQ.dtype).reshape(1, kv_heads, group, 1)
+        sink = widen(a.sink[heads], p.sink).astype(rQ.dtype).reshape(1, kv_heads, group, 1)
         row_max[:] = np.broadcast_to(sink, grid).reshape(flat)
         row_sum[:] = row_max > -np.inf
 
     offset = 0 if p.top_left else used_k - used_q
-    first, last = _visible_keys(p, m, offset, used_k)
+    first, last = visible_keys(p, m, offset, used_k)
     for n in (slice(start, min(start + _BLOCK_N, last)) for start in range(first, last, _BLOCK_N)):
-        rK = _widen(a.k[b, n, h], p.dtype).transpose(0, 2, 3, 1)  # (batch, kv_heads, D, keys)
-        rV = _widen(a.v[b, n, h], p.dtype).transpose(0, 2, 1, 3)
+        rK = widen(a.k[b, n, h], p.dtype).transpose(0, 2, 3, 1)  # (batch, kv_heads, D, keys)
+        rV = widen(a.v[b, n, h], p.dtype).transpose(0, 2, 1, 3)
         rS = np.matmul(rQ, rK)
-        visible = _score_step(p, a, rS.reshape(*grid, n.stop - n.start), tile, heads, n, offset)
+        if p.softcap is not None:
+            softcap_step(p, rS)
+        visible = score_step(p, a, rS.reshape(*grid, n.stop - n.start), tile, heads, n, offset)
 
         new_max = np.maximum(row_max, rS.max(axis=-1))
         reference = np.where(new_max == -np.inf, rQ.dtype.type(0), new_max)  # no key yet: exp(-inf - 0) = 0, not exp(-inf + inf)
@@ -144,36 +157,53 @@ def _one_tile(p: AttentionProblem, a: Operands, lse: Array | None, tile: _Tile, 
         rescale = np.exp(row_max - reference)
         row_sum = row_sum * rescale + rP.sum(axis=-1)
         rO *= rescale[..., None]
-        rO += _weigh(rP, rV, visible)
+        rO += weigh(rP, rV, visible)
         row_max = new_max
 
     rO /= np.where(row_sum == 0, rQ.dtype.type(1), row_sum)[..., None]
     row_lse = row_max + np.log(row_sum)  # a row without a key: -inf + log(0) = -inf, and rO is still zero
-    rO, row_lse = rO.reshape(*grid, p.head_dim_v), row_lse.reshape(grid)
+    out, row_lse = from_rows(rO, group), row_lse.reshape(batch, kv_heads * group, rows)
     unused = max(used_q - m.start, 0)
-    rO[..., unused:, :] = 0
+    out[:, unused:] = 0
     row_lse[..., unused:] = -np.inf
-    _store(a.out[b, m, heads], rO.transpose(0, 3, 1, 2, 4).reshape(batch, rows, kv_heads * group, p.head_dim_v), p.out_dtype)
+    store(a.out[b, m, heads], out, p.out_dtype)
     if lse is not None:
-        lse[b, heads, m] = row_lse.reshape(batch, kv_heads * group, rows)
+        lse[b, heads, m] = row_lse
 
 
-def _visible_keys(p: AttentionProblem, m: slice, offset: int, used_k: int) -> tuple[int, int]:
+def as_rows(x: Array, group: int) -> Array:
+    """(batch, rows, heads, D) as the left side of a tile's product: (batch, kv_heads, group x rows, D), compact."""
+    batch, rows, heads, dim = x.shape
+    split = x.reshape(batch, rows, heads // group, group, dim).transpose(0, 2, 3, 1, 4)
+    return cast(Array, split.reshape(batch, heads // group, group * rows, dim))
+
+
+def from_rows(x: Array, group: int) -> Array:
+    """The way back of `as_rows`."""
+    batch, kv_heads, rows, dim = x.shape
+    split = x.reshape(batch, kv_heads, group, rows // group, dim)
+    return cast(Array, split.transpose(0, 3, 1, 2, 4).reshape(batch, rows // group, kv_heads * group, dim))
+
+
+def visible_keys(p: AttentionProblem, m: slice, offset: int, used_k: int) -> tuple[int, int]:
     """The range of keys that some row of the tile may see."""
     first = 0 if p.window_left is None else max(m.start + offset - p.window_left, 0)
     last = used_k if p.window_right is None else min(m.stop + offset + p.window_right, used_k)
     return first, last
 
 
-def _score_step(p: AttentionProblem, a: Operands, rS: Array, tile: _Tile, heads: slice, n: slice, offset: int) -> Array | None:
-    """Scaled scores (batch, kv_heads, group, rows, keys) in place: softcap, ALiBi, bias, mask; which are visible, None where all are."""
+def softcap_step(p: AttentionProblem, rS: Array) -> None:
+    """Scaled scores in place: c tanh(s / c)."""
+    cap = real(p, p.softcap or 0.0)
+    rS /= cap
+    np.tanh(rS, out=rS)
+    rS *= cap
+
+
+def score_step(p: AttentionProblem, a: Operands, rS: Array, tile: Tile, heads: slice, n: slice, offset: int) -> Array | None:
+    """Capped scores (batch, kv_heads, group, rows, keys) in place: ALiBi, bias, mask; which are visible, None where all are."""
     b, _, m = tile
     split = rS.shape[:3]  # (batch, kv_heads, group): the query heads of a score operand
-    if p.softcap is not None:
-        cap = _real(p, p.softcap)
-        rS /= cap
-        np.tanh(rS, out=rS)
-        rS *= cap
     rows, keys = rS.shape[3:]
     cut_left = p.window_left is not None and m.stop - 1 + offset - n.start > p.window_left
     cut_right = p.window_right is not None and m.start + offset - (n.stop - 1) < -p.window_right
@@ -183,7 +213,7 @@ def _score_step(p: AttentionProblem, a: Operands, rS: Array, tile: _Tile, heads:
         slopes = a.alibi_slopes[b, heads].reshape(*split, 1, 1).astype(rS.dtype)
         rS -= slopes * np.abs(distance).astype(rS.dtype)
     if a.bias is not None:
-        rS += _widen(a.bias[b, heads, m, n], p.bias).reshape(*split, rows, keys)
+        rS += widen(a.bias[b, heads, m, n], p.bias).reshape(*split, rows, keys)
     conditions = []
     if cut_left:
         conditions.append(distance <= p.window_left)
@@ -198,7 +228,7 @@ def _score_step(p: AttentionProblem, a: Operands, rS: Array, tile: _Tile, heads:
     return visible
 
 
-def _weigh(rP: Array, rV: Array, visible: Array | None) -> Array:
+def weigh(rP: Array, rV: Array, visible: Array | None) -> Array:
     """P V in which a NaN or an infinity of V reaches only the rows that see its key: 0 x NaN is NaN in a matrix product."""
     if visible is None or np.isfinite(rV).all():
         return cast(Array, np.matmul(rP, rV))
@@ -221,12 +251,12 @@ def merge(outs: list[Array], lses: list[Array], out: Array, lse: Array, dtype: s
         weights /= np.where(total == 0, 1, total)
         merged = np.zeros(out.shape, stacked.dtype)
         for part, weight in zip(outs, np.swapaxes(weights, -1, -2)[..., None], strict=True):
-            merged += np.where(weight == 0, 0, weight * _widen(part, dtype).astype(stacked.dtype, copy=False))
+            merged += np.where(weight == 0, 0, weight * widen(part, dtype).astype(stacked.dtype, copy=False))
         lse[...] = top + np.log(total)
-        _store(out, merged, dtype)
+        store(out, merged, dtype)
 
 
-def _used(name: str, used: Array | None, seqlen: int, batch: int) -> list[int]:
+def used_lengths(name: str, used: Array | None, seqlen: int, batch: int) -> list[int]:
     if used is None:
         return [seqlen] * batch
     if "check" in os.environ.get("CUPYFLASH_DEBUG", "").split(",") and ((used < 0) | (used > seqlen)).any():
@@ -234,18 +264,18 @@ def _used(name: str, used: Array | None, seqlen: int, batch: int) -> list[int]:
     return [int(n) for n in np.clip(used, 0, seqlen)]
 
 
-def _real(p: AttentionProblem, x: float) -> Any:
+def real(p: AttentionProblem, x: float) -> Any:
     return np.float64(x) if p.dtype == "float64" else np.float32(x)
 
 
-def _widen(x: Array, dtype: str | None) -> Array:
+def widen(x: Array, dtype: str | None) -> Array:
     """float32 of 16-bit values, exactly; wider types as they are."""
     if dtype == "bfloat16":
         return (x.astype(np.uint32) << 16).view(np.float32)
     return x.astype(np.float32) if dtype == "float16" else x
 
 
-def _store(out: Array, x: Array, dtype: str) -> None:
+def store(out: Array, x: Array, dtype: str) -> None:
     if dtype != "bfloat16":
         out[...] = x
         return

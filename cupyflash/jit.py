@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
-from cupyflash.params import FORWARD
-from cupyflash.variants import FwdConfig, Variant
+from cupyflash.params import BACKWARD, FORWARD
+from cupyflash.variants import FwdConfig, Sm90Config, Variant
 
 
 class Unit(NamedTuple):
@@ -88,19 +88,56 @@ def _config(variant: Variant) -> str:
     numbers = {"kHeadDim": variant.head_dim, "kHeadDimV": variant.head_dim_v}
     config = variant.config
     assert config is not None
-    if isinstance(config, FwdConfig):
+    if isinstance(config, FwdConfig | Sm90Config):
         numbers |= {"kBlockM": config.block_m, "kBlockN": config.block_n, "kStages": config.stages}
+    if isinstance(config, Sm90Config):
+        numbers |= {
+            "kStagesQ": config.stages_q,
+            "kPingPong": config.ping_pong,
+            "kPersistent": config.persistent,
+            "kStoreMap": variant.store_map,
+            "kOwnOut": config.own_out,
+        }
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
-    lines += [f"  static constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]
     lines += [f"  static constexpr bool {name} = {'true' if flag in flags else 'false'};" for flag, name in _FLAGS.items()]
-    return "\n".join((f"struct Config {{  // {variant.name}", *lines, "};"))
+    products = _wgmma(variant) if isinstance(config, Sm90Config) else ()
+    return "\n".join((*products, f"struct Config {{  // {variant.name}", *lines, "};"))
+
+
+def _wgmma(variant: Variant) -> tuple[str, str]:
+    """The two products of a variant as functions of one instruction each. wgmma names all of its registers, half as many as it is wide, so
+    its text is made here for the widths in use: S (64 x block_n), both operands in shared memory; O (64 x Dv), P in registers."""
+    assert isinstance(variant.config, Sm90Config)
+    element = _TYPES[variant.dtype]
+    kind = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype]
+
+    def function(name: str, n: int, a: str, a_registers: int, a_operands: str, immediates: str) -> str:
+        registers = n // 2
+        d = ", ".join(f"%{i}" for i in range(registers))
+        outputs = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(registers))
+        first = "{" + ", ".join(f"%{registers + i}" for i in range(4)) + "}" if a_registers == 4 else f"%{registers}"
+        b = registers + a_registers
+        return (
+            f"namespace cupyflash {{\n"
+            f"__device__ inline void {name}(float (&d)[{n // 8}][4], {a}, unsigned long long b, int accumulate, {element}) {{\n"
+            f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{b + 1}, 0; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "\n'
+            f'               "{{{d}}}, {first}, %{b}, p, {immediates}; }}"\n'
+            f'               : {outputs}\n               : {a_operands}, "l"(b), "r"(accumulate));\n}}\n}}'
+        )
+
+    return (
+        function("wgmma_ss", variant.config.block_n, "unsigned long long a", 1, '"l"(a)', "1, 1, 0, 0"),
+        function("wgmma_rs", variant.head_dim_v, "const unsigned (&a)[4]", 4, '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', "1, 1, 1"),
+    )
 
 
 def _checks(variant: Variant) -> str:
     """Drift between the languages is a compile error."""
-    checks = [f'static_assert(sizeof(cupyflash::ForwardParams) == {FORWARD.size}, "params.py and params.cuh differ");']
-    if isinstance(variant.config, FwdConfig):
+    sizes = {"ForwardParams": FORWARD.size, "BackwardParams": BACKWARD.size}
+    checks = [f'static_assert(sizeof(cupyflash::{name}) == {size}, "params.py and params.cuh differ");' for name, size in sizes.items()]
+    if variant.smem_bytes:
         checks.append(f'static_assert(sizeof(cupyflash::Smem<Config>) == {variant.smem_bytes}, "variants.py and Smem differ");')
     return "\n".join(checks)
 

@@ -1,4 +1,4 @@
-"""The kernels' parameter struct, field for field the mirror of cuda_src/primitives/params.cuh, and how a call is packed into it.
+"""The kernels' parameter structs, field for field the mirror of cuda_src/primitives/params.cuh, and how a call is packed into it.
 
 Eight-byte fields stand before four-byte ones, so the C++ struct has no padding and the two layouts are one string of struct codes;
 tests/unit/test_params.py compares the field lists of both languages.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyflash.problem import AttentionProblem, Operands
+from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, Operands
 
 _LOG2E = math.log2(math.e)
 
@@ -31,7 +31,25 @@ FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
 POINTERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if code == "Q"))  # the first fields; the rest is NUMBERS
 _NUMBERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if code != "Q"))
 
+# What follows the forward's fields in the argument of the backward's kernels: gradients and workspaces by the names of their buffers.
+_BACKWARD_POINTERS = ("dout", "dlse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsink", "row_lse", "row_delta", "row_slope", "row_sink")
+_BACKWARD_NUMBERS = (
+    *(f"dout_stride_{axis}" for axis in ("batch", "seq", "head", "dim")),
+    *(f"{name}_stride_{axis}" for name in ("lse", "dlse") for axis in ("batch", "head", "seq")),
+    *(f"{name}_stride_{axis}" for name in ("dq", "dk", "dv") for axis in ("batch", "seq", "head")),
+    *("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch"),
+)
+BACKWARD_FIELDS = (*FORWARD_FIELDS, *((name, "Q") for name in _BACKWARD_POINTERS), *((name, "q") for name in _BACKWARD_NUMBERS))
+BACKWARD = struct.Struct("<" + "".join(code for _, code in BACKWARD_FIELDS))
+_POINTERS_OF_BACKWARD = struct.Struct(f"<{len(_BACKWARD_POINTERS)}Q")
+_NUMBERS_OF_BACKWARD = struct.Struct(f"<{len(_BACKWARD_NUMBERS)}q")
+
 UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
+
+
+def pointers_given(operands: Operands, lse: Any) -> str:
+    """The struct codes of the first fields for the addresses of those that are not None; the others are padding, which is packed as 0."""
+    return "".join("8x" if view is None else "Q" for view in (*operands, lse))
 
 
 def pointers(views: Sequence[Any], lse: Any) -> list[int]:
@@ -67,6 +85,25 @@ def numbers(p: AttentionProblem, a: Operands) -> bytes:
         p.top_left,
         p.softmax_scale * _LOG2E,
         softcap * _LOG2E,
+    )
+
+
+def backward_pointers(buffers: Mapping[str, Any]) -> bytes:
+    """The addresses of a backward call's own arrays and workspaces by their names; 0 for what is not there."""
+    return _POINTERS_OF_BACKWARD.pack(*(0 if (view := buffers.get(name)) is None else view.ptr for name in _BACKWARD_POINTERS))
+
+
+def backward_numbers(p: BackwardProblem, g: BackwardOperands) -> bytes:
+    """What follows those pointers: the same for every call of the same shapes, strides and options."""
+    return _NUMBERS_OF_BACKWARD.pack(
+        *g.dout.strides,
+        *g.lse.strides,
+        *_strides(g.dlse, 3),
+        *_strides(g.dq, 4)[:3],
+        *_strides(g.dk, 4)[:3],
+        *_strides(g.dv, 4)[:3],
+        *(p.bias_shape or (0, 0, 0, 0)),
+        p.slopes_batch,
     )
 
 

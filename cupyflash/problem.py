@@ -68,6 +68,7 @@ class AttentionProblem(NamedTuple):
     seqused_k: bool = False
     write_lse: bool = False
     aligned16: bool = True  # every row of q, k, v and out starts at a multiple of 16 bytes
+    tensor_maps: bool = True  # tensor maps (TMA) can describe q, k, v and out
 
     @property
     def lse_dtype(self) -> str:
@@ -89,6 +90,35 @@ class Operands(NamedTuple):
     sink: Any = None
     seqused_q: Any = None
     seqused_k: Any = None
+
+
+class BackwardProblem(NamedTuple):
+    """All that decides how the gradients of one attention are computed; hashable as AttentionProblem."""
+
+    forward: AttentionProblem  # out_dtype is that of out and dout; aligned16 counts them and dq, dk, dv
+    wrt: tuple[str, ...]  # which gradients: names of DIFFERENTIABLE that are arguments of the call, in its order
+    dlse: bool = False  # a gradient arrives through the LSE
+    deterministic: bool = False
+    bias_shape: tuple[int, ...] = ()  # of dbias, with four axes: 1 where it is summed
+    slopes_batch: int = 1  # of dalibi_slopes: 1 where one slope serves all batches
+
+
+class BackwardOperands(NamedTuple):
+    """What a backward call has beside the Operands of its forward call: dout (B, Sq, Hq, Dv), of any strides; lse and dlse (B, Hq, Sq);
+    gradients in the axis order of what they belong to, dbias (B, Hq, Sq, Sk) and dalibi_slopes (B, Hq) with size 1 on summed axes."""
+
+    dout: Any
+    lse: Any
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dalibi_slopes: Any = None
+    dsink: Any = None
+
+
+DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 
 
 def dense(
@@ -119,8 +149,7 @@ def dense(
     out = arrays.out
     if out is not None:
         out = to_bshd(out, "out", layout, arrays.q)
-        expected = dict(zip(("batch", "seqlen", "heads", "head_dim"), (batch, seqlen_q, num_heads_q, head_dim_v), strict=True))
-        _equal("out", "the result", **{axis: (n, expected[axis]) for axis, n in zip(expected, out.shape, strict=True)})
+        _equal("out", "the result", **_axes(out.shape, (batch, seqlen_q, num_heads_q, head_dim_v)))
     left, right, top_left = _window(causal, window_size, seqlen_q, seqlen_k)
     problem = AttentionProblem(
         dtype=q.dtype,
@@ -144,6 +173,7 @@ def dense(
         seqused_q=arrays.seqused_q is not None,
         seqused_k=arrays.seqused_k is not None,
         write_lse=return_lse,
+        tensor_maps=all(_aligned16(view) and _mappable(view) for view in (q, k, v, out) if view is not None),
         aligned16=_aligned16(q, k, v) and (_aligned16(out) if out is not None else head_dim_v * ITEMSIZE[out_dtype or q.dtype] % 16 == 0),
     )
     scores = (batch, num_heads_q, seqlen_q, seqlen_k)
@@ -160,6 +190,70 @@ def dense(
         seqused_k=_vector("seqused_k", arrays.seqused_k, (batch,), names="(B,)"),
     )
     return problem, operands
+
+
+def dense_backward(
+    arrays: Operands,
+    more: BackwardOperands,
+    *,
+    layout: str = "bshd",
+    wrt: Any = DIFFERENTIABLE[:3],
+    deterministic: Any = False,
+    **options: Any,
+) -> tuple[BackwardProblem, Operands, BackwardOperands]:
+    """Check the arguments of `attention_backward` against each other, as `dense` does those of `attention`; dq, dk and dv may be absent."""
+    names = differentiated(wrt)
+    if not _is_bool(deterministic):
+        raise ArgumentError(f"deterministic={deterministic!r} must be True or False")
+    out = arrays.out
+    if out.dtype not in ITEMSIZE:
+        raise DtypeError(f"out is {out.dtype}: it must be what `attention` returned, of {', '.join(ITEMSIZE)}")
+    problem, operands = dense(arrays, layout=layout, out_dtype=out.dtype, **options)
+    if more.dout.dtype != out.dtype:
+        raise DtypeError(f"dout is {more.dout.dtype} and out is {out.dtype}: both must have one dtype")
+    dout = to_bshd(more.dout, "dout", layout, arrays.q, dense_last=False)
+    _equal("dout", "out", **_axes(dout.shape, operands.out.shape))
+    lse = _vector_of_rows("lse", more.lse, problem, arrays.q)
+    dlse = None if more.dlse is None else _vector_of_rows("dlse", more.dlse, problem, arrays.q)
+    results = {}
+    for name in ("q", "k", "v"):
+        result = getattr(more, f"d{name}")
+        if result is None:
+            continue
+        if name not in names:
+            raise ArgumentError(f"d{name}= was given and wrt={wrt!r} does not ask for it: add {name!r}")
+        if result.dtype != problem.dtype:
+            raise DtypeError(f"d{name} is {result.dtype}: it must be the dtype of {name}, {problem.dtype}")
+        result = to_bshd(result, f"d{name}", layout, arrays.q)
+        _equal(f"d{name}", name, **_axes(result.shape, getattr(operands, name).shape))
+        results[f"d{name}"] = result
+    aligned16 = problem.aligned16 and dout.strides[-1] == 1 and _aligned16(dout, *results.values())
+    used = tuple(name for name in DIFFERENTIABLE if name in names and getattr(arrays, name) is not None)
+    asked = BackwardProblem(
+        forward=problem._replace(aligned16=aligned16),
+        wrt=used,
+        dlse=dlse is not None,
+        deterministic=bool(deterministic),
+        bias_shape=(1,) * (4 - len(arrays.bias.shape)) + arrays.bias.shape if "bias" in used else (),
+        slopes_batch=problem.batch if "alibi_slopes" in used and len(arrays.alibi_slopes.shape) == 2 else 1,
+    )
+    return asked, operands, BackwardOperands(dout, lse, dlse, **results)
+
+
+def gradient_axes(name: str, view: V, layout: str, q: Shaped) -> V:
+    """A gradient, in the shape of what it belongs to, as BackwardOperands has it."""
+    if name in ("dq", "dk", "dv"):
+        return to_bshd(view, name, layout, q)
+    missing = {"dbias": 4, "dalibi_slopes": 2, "dsink": 1}[name] - len(view.shape)
+    return view._replace(shape=(1,) * missing + view.shape, strides=(0,) * missing + view.strides)
+
+
+def differentiated(wrt: Any) -> tuple[str, ...]:
+    """`wrt` as a tuple, checked."""
+    names = tuple(wrt) if isinstance(wrt, tuple | list) else (None,)
+    if not all(name in DIFFERENTIABLE for name in names):
+        raise ArgumentError(f"wrt={wrt!r} must be a tuple of names out of {', '.join(map(repr, DIFFERENTIABLE))}")
+    return names
 
 
 def pack_heads(p: AttentionProblem, a: Operands) -> tuple[AttentionProblem, Operands]:
@@ -209,14 +303,14 @@ def _check_dtypes(arrays: Operands, out_dtype: str | None) -> None:
             raise DtypeError(f"{name} is {view.dtype}: it must be {' or '.join(dict.fromkeys(dtypes))}{hint}")
 
 
-def to_bshd(view: V, name: str, layout: str, q: Shaped) -> V:
+def to_bshd(view: V, name: str, layout: str, q: Shaped, *, dense_last: bool = True) -> V:
     """`view` with its axes in the order (B, S, H, D), as a change of strides; `q` is the view whose number of axes it must have."""
     ndim = len(view.shape)
     if ndim not in (3, 4):
         raise ShapeError(f"{name} has shape {view.shape}: it must have 4 axes in the order {layout!r}, or 3 for a single batch")
     if ndim != len(q.shape):
         raise ShapeError(f"{name} has {ndim} axes and q has {len(q.shape)}: both must have 4, or both 3 for a single batch")
-    if view.strides[-1] != 1 and view.shape[-1] > 1 and 0 not in view.shape:
+    if dense_last and view.strides[-1] != 1 and view.shape[-1] > 1 and 0 not in view.shape:
         raise ShapeError(
             f"{name} has stride {view.strides[-1]} on its last axis: it must be 1, and cupyflash never copies an input by itself; "
             f"pass {name}.copy() ({name}.contiguous() in torch)"
@@ -233,6 +327,11 @@ def _equal(name: str, other: str, **axes: tuple[int, int]) -> None:
         if has != needs:
             words = (f"{has} heads", f"{needs}") if axis == "heads" else (f"{axis} {has}", f"{needs}")
             raise ShapeError(f"{name} has {words[0]} and {other} has {words[1]}: they must be equal")
+
+
+def _axes(has: tuple[int, ...], needs: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """What `_equal` compares of two shapes (B, S, H, D)."""
+    return dict(zip(("batch", "seqlen", "heads", "head_dim"), zip(has, needs, strict=True), strict=True))
 
 
 def _broadcast(name: str, view: Any, scores: tuple[int, int, int, int]) -> Any:
@@ -257,6 +356,18 @@ def _vector(name: str, view: Any, *shapes: tuple[int, ...], names: str) -> Any:
     if view.shape not in shapes:
         raise ShapeError(f"{name} has shape {view.shape}: it must have shape {names} = {' or '.join(map(str, shapes))}")
     return view._replace(shape=shapes[-1], strides=(0,) * (len(shapes[-1]) - len(view.shape)) + view.strides)
+
+
+def _vector_of_rows(name: str, view: V, p: AttentionProblem, q: Shaped) -> V:
+    """lse or dlse as (B, Hq, Sq), in any layout; q without B has them without B."""
+    missing = 4 - len(q.shape)
+    shape = (p.batch, p.num_heads_q, p.seqlen_q)
+    if view.shape != shape[missing:]:
+        names = "(Hq, Sq)" if missing else "(B, Hq, Sq)"
+        raise ShapeError(f"{name} has shape {view.shape}: it must have shape {names} = {shape[missing:]}, in every layout")
+    if view.dtype != p.lse_dtype:
+        raise DtypeError(f"{name} is {view.dtype}: it must be {p.lse_dtype}, to go with q of {p.dtype}")
+    return view._replace(shape=shape, strides=(0,) * missing + view.strides)
 
 
 def _window(causal: Any, window_size: Any, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None, bool]:
@@ -318,3 +429,8 @@ def _aligned16(*views: Shaped) -> bool:
         and all(s * ITEMSIZE[view.dtype] % 16 == 0 or n == 1 for n, s in zip(view.shape[:-1], view.strides, strict=False))
         for view in views
     )
+
+
+def _mappable(view: Shaped) -> bool:
+    """What cuTensorMapEncodeTiled asks beyond alignment: no axis of size 0, strides from 0 to 2^40 bytes."""
+    return all(n > 0 and (n == 1 or 0 <= s * ITEMSIZE[view.dtype] < 1 << 40) for n, s in zip(view.shape, view.strides, strict=True))

@@ -94,51 +94,119 @@ def standard_attention(
     Each step is float32 arithmetic on values of `dtype` (float64 for float64), which is what 16-bit hardware does. Arguments and shapes
     are those of the library's `attention`. Give it clean inputs: a NaN in a hidden key makes it NaN, and then only `BOUND` judges.
     """
-    dtype = np.dtype(dtype)
-    work = np.float64 if dtype == np.float64 else np.float32
+    options = (causal, window_size, softmax_scale, softcap, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, layout)
+    grid = _Grid(q, k, v, np.dtype(dtype), *options)
+    return grid.to_caller(grid.out), grid.lse[0] if grid.unbatched else grid.lse
 
-    def stored(x: np.ndarray) -> np.ndarray:
-        return x.astype(dtype).astype(work)
 
-    def as_bhsd(x: Any) -> np.ndarray:
-        x = np.asarray(x)
-        return np.einsum(f"{layout if x.ndim == 4 else layout.replace('b', '')}->{'bhsd' if x.ndim == 4 else 'hsd'}", stored(x))
+def standard_gradients(dout: Any, q: Any, k: Any, v: Any, /, *, dtype: Any, dlse: Any = None, **options: Any) -> dict[str, np.ndarray]:
+    """The gradients of all of q, k, v, bias, alibi_slopes and sink that are given, by the name of each: unfused, as `standard_attention`.
 
-    unbatched = np.ndim(q) == 3
-    Q, K, V = (x[None] if unbatched else x for x in map(as_bhsd, (q, k, v)))
-    (B, Hq, Sq, D), (Hkv, Sk) = Q.shape, K.shape[1:3]
-    K, V = (np.repeat(x, Hq // Hkv if Hkv else 1, axis=1) for x in (K, V))
-
-    used_q = np.clip(np.full(B, Sq) if seqused_q is None else np.asarray(seqused_q), 0, Sq).astype(int).reshape(B, 1, 1, 1)
-    used_k = np.clip(np.full(B, Sk) if seqused_k is None else np.asarray(seqused_k), 0, Sk).astype(int).reshape(B, 1, 1, 1)
-    i, j = np.arange(Sq)[:, None], np.arange(Sk)
-    beyond = j - i - (0 if causal == "top_left" else used_k - used_q)  # how far right of the diagonal; (B, 1, Sq, Sk)
-    left, right = (None if w == -1 else w for w in (window_size or (None, None)))
-    visible = (i < used_q) & (j < used_k)
-    if causal:
-        visible = visible & (beyond <= 0)
-    if left is not None:
-        visible = visible & (beyond >= -left)
-    if right is not None:
-        visible = visible & (beyond <= right)
-    if mask is not None:
-        visible = visible & np.asarray(mask)
-
+    dP = dout v^T, dS = P * (dP - rowsum(dout * out) + dlse), dv = P^T dout, dq = scale dS k, dk = scale dS^T q, each stored in `dtype`;
+    sums over the query heads of a group, and over the axes along which something was broadcast, are float32 (float64 for float64).
+    """
+    names = ("causal", "window_size", "softmax_scale", "softcap", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k")
+    grid = _Grid(q, k, v, np.dtype(dtype), *(options.get(name) for name in names), options.get("layout", "bshd"))
+    stored, P = grid.stored, grid.P
+    B, Hq, Sq, Sk = P.shape
     with np.errstate(all="ignore"):
-        S = stored(work(D**-0.5 if softmax_scale is None else softmax_scale) * (Q @ K.swapaxes(-1, -2)))
-        if softcap is not None:
-            S = stored(work(softcap) * np.tanh(S / work(softcap)))
-        if alibi_slopes is not None:
-            S = stored(S - np.asarray(alibi_slopes).astype(work).reshape(-1, Hq, 1, 1) * np.abs(beyond).astype(work))
-        if bias is not None:
-            S = stored(S + np.asarray(bias).astype(work))
-        S = np.where(visible, S, work(-np.inf))
-        extra = np.full(Hq, -np.inf) if sink is None else np.asarray(sink).astype(np.float64)
-        last = np.where(i < used_q, extra.reshape(Hq, 1, 1), -np.inf).astype(work)  # the sink's column, (B, Hq, Sq, 1)
-        top = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), last)
-        P = np.exp(S - np.where(top == -np.inf, 0, top))
-        total = P.sum(axis=-1, keepdims=True) + np.exp(last - np.where(top == -np.inf, 0, top))
-        out = stored(stored(P / np.where(total == 0, 1, total)) @ V)
-        lse = (top + np.log(total))[..., 0]
-    out = np.einsum(f"bhsd->{layout}", out)
-    return (out.squeeze(layout.index("b")), lse[0]) if unbatched else (out, lse)
+        dO = grid.as_bhsd(dout)
+        delta = (dO * grid.out).sum(axis=-1, keepdims=True)
+        if dlse is not None:
+            delta = delta - np.asarray(dlse).reshape(B, Hq, Sq, 1).astype(grid.work)
+        dS = np.where(P > 0, stored(P * (stored(dO @ grid.V.swapaxes(-1, -2)) - delta)), grid.work(0))
+        raw = stored(dS * grid.cap_slope)
+        dQ = stored(grid.scale * (raw @ grid.K))
+        dK, dV = stored(grid.scale * (raw.swapaxes(-1, -2) @ grid.Q)), stored(P.swapaxes(-1, -2) @ dO)
+    Hkv = Hq // grid.group
+    dK, dV = (x.reshape(B, Hkv, grid.group, Sk, x.shape[-1]).sum(axis=2) for x in (dK, dV))
+    found = {name: grid.to_caller(x) for name, x in zip("qkv", (dQ, dK, dV), strict=True)}
+    if (bias := options.get("bias")) is not None:
+        shape = (1,) * (4 - np.ndim(bias)) + np.shape(bias)
+        found["bias"] = dS.sum(axis=tuple(a for a in range(4) if shape[a] == 1), keepdims=True).reshape(np.shape(bias))
+    if (slopes := options.get("alibi_slopes")) is not None:
+        by_head = -(dS * np.abs(grid.beyond)).sum(axis=(2, 3))
+        found["alibi_slopes"] = by_head.sum(axis=0) if np.ndim(slopes) == 1 else by_head
+    if options.get("sink") is not None:
+        found["sink"] = -np.where(grid.sink_weight > 0, grid.sink_weight * delta, 0).sum(axis=(0, 2, 3))
+    return found
+
+
+class _Grid:
+    """Every score of one attention at once, (B, Hq, Sq, Sk), and what follows from them, in `work` arithmetic on values of `dtype`."""
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        dtype: Any,
+        causal: Any,
+        window_size: Any,
+        softmax_scale: Any,
+        softcap: Any,
+        bias: Any,
+        mask: Any,
+        alibi_slopes: Any,
+        sink: Any,
+        seqused_q: Any,
+        seqused_k: Any,
+        layout: str,
+    ) -> None:
+        self.dtype, self.layout, self.unbatched = dtype, layout, np.ndim(q) == 3
+        self.work = work = np.float64 if dtype == np.float64 else np.float32
+        stored = self.stored
+        Q, K, V = (self.as_bhsd(x) for x in (q, k, v))
+        (B, Hq, Sq, D), (Hkv, Sk) = Q.shape, K.shape[1:3]
+        self.group = Hq // Hkv if Hkv else 1
+        K, V = (np.repeat(x, self.group, axis=1) for x in (K, V))
+        self.scale = work(D**-0.5 if softmax_scale is None else softmax_scale)
+
+        used_q = np.clip(np.full(B, Sq) if seqused_q is None else np.asarray(seqused_q), 0, Sq).astype(int).reshape(B, 1, 1, 1)
+        used_k = np.clip(np.full(B, Sk) if seqused_k is None else np.asarray(seqused_k), 0, Sk).astype(int).reshape(B, 1, 1, 1)
+        i, j = np.arange(Sq)[:, None], np.arange(Sk)
+        beyond = j - i - (0 if causal == "top_left" else used_k - used_q)  # how far right of the diagonal; (B, 1, Sq, Sk)
+        left, right = (None if w == -1 else w for w in (window_size or (None, None)))
+        visible = (i < used_q) & (j < used_k)
+        if causal:
+            visible = visible & (beyond <= 0)
+        if left is not None:
+            visible = visible & (beyond >= -left)
+        if right is not None:
+            visible = visible & (beyond <= right)
+        if mask is not None:
+            visible = visible & np.asarray(mask)
+
+        with np.errstate(all="ignore"):
+            S = stored(self.scale * (Q @ K.swapaxes(-1, -2)))
+            self.cap_slope = np.ones((), work)
+            if softcap is not None:
+                tanh = np.tanh(S / work(softcap))
+                S, self.cap_slope = stored(work(softcap) * tanh), 1 - tanh * tanh
+            if alibi_slopes is not None:
+                S = stored(S - np.asarray(alibi_slopes).astype(work).reshape(-1, Hq, 1, 1) * np.abs(beyond).astype(work))
+            if bias is not None:
+                S = stored(S + np.asarray(bias).astype(work))
+            S = np.where(visible, S, work(-np.inf))
+            extra = np.full(Hq, -np.inf) if sink is None else np.asarray(sink).astype(np.float64)
+            last = np.where(i < used_q, extra.reshape(Hq, 1, 1), -np.inf).astype(work)  # the sink's column, (B, Hq, Sq, 1)
+            top = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), last)
+            P = np.exp(S - np.where(top == -np.inf, 0, top))
+            sink_weight = np.exp(last - np.where(top == -np.inf, 0, top))
+            total = P.sum(axis=-1, keepdims=True) + sink_weight
+            self.P = stored(P / np.where(total == 0, 1, total))
+            self.sink_weight = sink_weight / np.where(total == 0, 1, total)
+            self.out = stored(self.P @ V)
+            self.lse = (top + np.log(total))[..., 0]
+        self.Q, self.K, self.V, self.beyond = Q, K, V, beyond
+
+    def stored(self, x: np.ndarray) -> np.ndarray:
+        return x.astype(self.dtype).astype(self.work)
+
+    def as_bhsd(self, x: Any) -> np.ndarray:
+        x = self.stored(np.asarray(x))
+        return np.einsum(f"{self.layout}->bhsd", np.expand_dims(x, self.layout.index("b")) if self.unbatched else x)
+
+    def to_caller(self, x: np.ndarray) -> np.ndarray:
+        x = np.einsum(f"bhsd->{self.layout}", x)
+        return x.squeeze(self.layout.index("b")) if self.unbatched else x

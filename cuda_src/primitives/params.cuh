@@ -39,4 +39,32 @@ struct ForwardParams {
   float softmax_scale_log2, softcap_log2;
 };
 
+// What the kernels of one backward call share. out and lse of `forward` are inputs here; a gradient that is not asked for is null.
+struct BackwardParams {
+  ForwardParams forward;
+
+  const void* dout;  // (B, Sq, Hq, Dv), any strides
+  const void* dlse;  // (B, Hq, Sq)
+  void* dq;          // as q, k and v: last axis dense
+  void* dk;
+  void* dv;
+  void* dbias;           // (dbias_batch, dbias_heads, dbias_q, dbias_k), compact: the axes of bias, 1 where it is summed
+  float* dalibi_slopes;  // (dalibi_batch, Hq), compact
+  void* dsink;           // (Hq), compact
+  // Workspaces (B, Hq, Sq), compact, of the accumulator's type.
+  void* row_lse;    // +inf where a row sees no key or is not used: its weights are then 0
+  void* row_delta;  // rowsum(dO * O) - dLSE, 0 for such a row
+  void* row_slope;  // sum over the keys of dS * distance
+  void* row_sink;   // the sink's weight * delta
+
+  long long dout_stride_batch, dout_stride_seq, dout_stride_head, dout_stride_dim;
+  long long lse_stride_batch, lse_stride_head, lse_stride_seq;
+  long long dlse_stride_batch, dlse_stride_head, dlse_stride_seq;
+  long long dq_stride_batch, dq_stride_seq, dq_stride_head;
+  long long dk_stride_batch, dk_stride_seq, dk_stride_head;
+  long long dv_stride_batch, dv_stride_seq, dv_stride_head;
+  long long dbias_batch, dbias_heads, dbias_q, dbias_k;
+  long long dalibi_batch;
+};
+
 }  // namespace cupyflash

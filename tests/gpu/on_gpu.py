@@ -22,6 +22,7 @@ from cupyflash import api, device, jit, plan, reference, variants
 LIBRARIES = ("cupy", "torch")
 TORCH = "PyTorch is not installed; pip install torch"
 host_attention = cupyflash.attention
+host_backward, host_vjp = cupyflash.attention_backward, cupyflash.attention_vjp
 
 
 class Move:
@@ -32,12 +33,15 @@ class Move:
         if library == "torch":
             pytest.importorskip("torch", reason=TORCH)
 
-    def there(self, x: Any) -> tuple[Any, Any]:
-        """(the array on the GPU, its buffer there)."""
+    def there(self, x: Any, moved: dict[int, Any] | None = None) -> tuple[Any, Any]:
+        """(the array on the GPU, its buffer there); views of one buffer share it there if they are given the same `moved`."""
+        moved = {} if moved is None else moved
         base = x
         while hasattr(base, "base") and base.base is not None and not isinstance(base.base, bytes):
             base = base.base
-        memory = cupy.asarray(base.ravel(order="K").view(np.uint8)) if base.size else cupy.empty(16, np.uint8)
+        if id(base) not in moved:
+            moved[id(base)] = cupy.asarray(base.ravel(order="K").view(np.uint8)) if base.size else cupy.empty(16, np.uint8)
+        memory = moved[id(base)]
         offset = x.ctypes.data - base.ctypes.data if x.size else 0
         array = cupy.ndarray(
             x.shape, x.dtype, cupy.cuda.MemoryPointer(memory.data.mem, memory.data.ptr - memory.data.mem.ptr + offset), x.strides
@@ -75,12 +79,41 @@ class Move:
         parts = result if isinstance(result, tuple) else (result,)
         if memory is not None:
             assert parts[0] is target
-            base = out
-            while base.base is not None:
-                base = base.base
-            base.ravel(order="K").view(np.uint8)[...] = cupy.asnumpy(memory)[: base.nbytes]
+            self.copy_back(out, memory)
         host = [out if n == 0 and out is not None else None if y is None else self.back(y) for n, y in enumerate(parts)]
         return cupyflash.AttentionResult(*host) if isinstance(result, tuple) else host[0]
+
+    def copy_back(self, x: Any, memory: Any) -> None:
+        """The buffer under a view, as it is on the GPU now."""
+        base = x
+        while base.base is not None:
+            base = base.base
+        base.ravel(order="K").view(np.uint8)[...] = cupy.asnumpy(memory)[: base.nbytes]
+
+    def gradients(self, grads: Any, targets: dict[str, Any]) -> Any:
+        """Gradients on the GPU as NumPy's; `targets` are the host arrays, with array and buffer there, of those that were given."""
+        found = {name: grad if grad is None else self.back(grad) for name, grad in grads._asdict().items()}
+        for name, (x, there, memory) in targets.items():
+            assert getattr(grads, name) is there
+            self.copy_back(x, memory)
+            found[name] = x
+        return cupyflash.Gradients(**found)
+
+    def attention_backward(self, *arrays: Any, dq: Any = None, dk: Any = None, dv: Any = None, **options: Any) -> Any:
+        moved: dict[int, Any] = {}
+        targets = {name: (x, *self.there(x, moved)) for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}
+        there = [self.there(x)[0] if isinstance(x, np.ndarray) else x for x in arrays]
+        grads = host_backward(*there, **self.options(options), **{name: array for name, (_, array, _) in targets.items()})
+        return self.gradients(grads, targets)
+
+    def attention_vjp(self, q: Any, k: Any, v: Any, /, **options: Any) -> Any:
+        out, pullback = host_vjp(*self(q, k, v), **self.options(options))
+        parts = [None if y is None else self.back(y) for y in (out if isinstance(out, tuple) else (out,))]
+
+        def back(dout: Any, dlse: Any = None) -> Any:
+            return self.gradients(pullback(self.there(dout)[0], None if dlse is None else self.there(dlse)[0]), {})
+
+        return cupyflash.AttentionResult(*parts) if isinstance(out, tuple) else parts[0], back
 
 
 @pytest.fixture(autouse=True, params=LIBRARIES)

@@ -63,13 +63,13 @@ def test_blas_has_its_threads_back_after_the_call(rng: np.random.Generator, monk
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         before = blas_threads()
         seen: list[list[int]] = []
-        step = host._score_step
+        step = host.score_step
 
         def spy(*args: Any) -> Any:
             seen.append(blas_threads())
             return step(*args)
 
-        monkeypatch.setattr(host, "_score_step", spy)
+        monkeypatch.setattr(host, "score_step", spy)
         cupyflash.attention(*arrays)
         assert all(n == 1 for threads in seen for n in threads)
         assert blas_threads() == before
@@ -77,7 +77,7 @@ def test_blas_has_its_threads_back_after_the_call(rng: np.random.Generator, monk
         def fails(*_: Any) -> None:
             raise MemoryError
 
-        monkeypatch.setattr(host, "_score_step", fails)
+        monkeypatch.setattr(host, "score_step", fails)
         with pytest.raises(MemoryError):
             cupyflash.attention(*arrays)
         assert blas_threads() == before

@@ -479,6 +479,12 @@ def test_warmup_compiles_what_calls_would_need(cache: Path) -> None:
     assert cupyflash.warmup({"head_dim": 32, "dtype": "float32", "batch": 0}, arch="sm_90a") == []
 
 
+def test_warmup_compiles_what_backward_calls_would_need(cache: Path) -> None:
+    reports = cupyflash.warmup({**CALL, "sink": True, "wrt": ("q", "sink")}, arch="sm_80")
+    assert [report.variant for report in reports] == ["bwd_delta__f32__w4__sink", "bwd_simple__f32_d32__w4__sink", "bwd_sum__f32__w4__sink"]
+    assert {report.path for report in reports} == {str(file) for file in cache.iterdir()}
+
+
 def test_warmup_for_this_gpu_loads_what_calls_then_find(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (("getDeviceCount", 1), ("getDevice", 0), ("setDevice", None)):
         monkeypatch.setattr(cupy.cuda.runtime, name, lambda *_, answer=answer: answer)

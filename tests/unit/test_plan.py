@@ -15,7 +15,7 @@ import cupyflash
 from cupyflash import jit, params, plan, variants
 from cupyflash.arrays import ArrayView
 from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
-from cupyflash.problem import AttentionProblem, Operands
+from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, Operands
 from cupyflash.variants import FORWARD, FwdConfig, Variant
 
 
@@ -32,7 +32,8 @@ def test_every_supported_problem_has_a_row_that_fits_the_device(arch: str, dtype
     for d, dv in itertools.product((1, 8, 33, 64, 96, 128, 192, 256), repeat=2):
         (step,) = plan.forward(problem(dtype=dtype, head_dim=d, head_dim_v=dv), device).steps
         v = step.variant
-        assert v.family == ("fwd_sm80" if dtype in ("float16", "bfloat16") else "fwd_simple")
+        tensor_cores = "fwd_sm90" if arch == "90a" else "fwd_sm80"
+        assert v.family == (tensor_cores if dtype in ("float16", "bfloat16") else "fwd_simple")
         assert v.head_dim >= d
         assert v.head_dim_v >= dv
         assert v.smem_bytes <= device.smem_bytes
@@ -58,21 +59,57 @@ def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
 
     assert tile(64, "80") == "fwd_sm80__bf16_d64__m128n128s2w4"
     assert tile(40, "80") == "fwd_sm80__bf16_d48__m128n128s2w4"
-    assert tile(256, "90a") == "fwd_sm80__bf16_d256__m128n64s2w8"
+    assert tile(256, "100") == "fwd_sm80__bf16_d256__m128n64s2w8"
+    assert tile(256, "90a") == "fwd_sm90__bf16_d256__m128n64s2q1to"
     assert tile(256, "86") == "fwd_sm80__bf16_d256__m64n32s2w4"
 
 
 @pytest.mark.parametrize("dims", [{"head_dim": 44}, {"head_dim_v": 44}])
 def test_a_row_that_ends_inside_16_bytes_is_loaded_element_by_element(dims: dict[str, int]) -> None:
-    variant = plan.forward(problem(**{"head_dim": 48, "head_dim_v": 48, **dims}), KNOWN["90a"]).steps[0].variant
+    variant = plan.forward(problem(**{"head_dim": 48, "head_dim_v": 48, **dims}), KNOWN["80"]).steps[0].variant
     assert variant.flags == ("unaligned",)
 
 
 def test_options_take_the_rows_that_leave_room_for_them() -> None:
     for options in ({"softcap": 2.0}, {"window_left": 3}, {"mask": True}, {"aligned16": False}):
-        config = plan.forward(problem(**options), KNOWN["90a"]).steps[0].variant.config
+        config = plan.forward(problem(**options), KNOWN["80"]).steps[0].variant.config
         assert config == FwdConfig(64, 64, 2, 4)
-    assert plan.forward(problem(window_right=0, write_lse=True), KNOWN["90a"]).steps[0].variant.config == FwdConfig(128, 64, 2, 4)
+    assert plan.forward(problem(window_right=0, write_lse=True), KNOWN["80"]).steps[0].variant.config == FwdConfig(128, 64, 2, 4)
+
+
+def test_what_tensor_maps_cannot_describe_runs_without_them() -> None:
+    def family(**fields: Any) -> str:
+        return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.family
+
+    assert family() == "fwd_sm90"
+    assert family(tensor_maps=False) == family(tensor_maps=False, aligned16=False) == "fwd_sm80"
+    (step,) = plan.forward(problem(head_dim=64, head_dim_v=64), KNOWN["90a"]).steps
+    assert step.boxes == (("q", 256), ("k", 64), ("v", 64), ("out", 8))
+    (step,) = plan.forward(problem(head_dim=64, head_dim_v=128), KNOWN["90a"]).steps  # O's rows do not fit Q's memory
+    assert [name for name, _ in step.boxes] == ["q", "k", "v"]
+    assert plan.forward(problem(), KNOWN["80"]).steps[0].boxes == ()
+
+
+def test_rows_for_short_calls_and_for_causal_ones() -> None:
+    def tile(**fields: Any) -> str:
+        return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.tile
+
+    assert tile(seqlen_k=1024) == "m128n96s3q2t"
+    assert tile(seqlen_k=1025) == "m192n64s3q2pt"
+    assert tile(seqlen_k=1025, window_right=0) == tile(seqlen_k=1025, window_left=9) == "m192n64s3q2t"
+
+
+def test_a_window_a_sink_and_used_lengths_stay_in_the_fast_rows_of_sm_90() -> None:
+    for fields in (
+        {"window_left": 3},
+        {"sink": "float32"},
+        {"sink": "bfloat16"},
+        {"seqused_k": True},
+        {"window_left": 3, "seqused_q": True},
+    ):
+        assert plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
+    for fields in ({"softcap": 2.0}, {"mask": True}, {"bias": "float32"}, {"alibi": True}):
+        assert not plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
 
 
 def test_names_hold_the_flags_that_change_the_code() -> None:
@@ -101,12 +138,60 @@ def test_an_empty_problem_launches_nothing() -> None:
 
 def test_the_grid_is_one_dimensional() -> None:
     """KF-062: batch and heads past 65535."""
-    (step,) = plan.forward(problem(batch=65537, num_heads_q=3, num_heads_kv=3, seqlen_q=129), KNOWN["90a"]).steps
+    (step,) = plan.forward(problem(batch=65537, num_heads_q=3, num_heads_kv=3, seqlen_q=129), KNOWN["80"]).steps
     assert step.grid == (65537 * 3 * 2, 1, 1)
 
 
 def test_arguments_are_the_buffers_in_use() -> None:
     assert plan.forward(problem(write_lse=True, mask=True), KNOWN["80"]).steps[0].args == ("q", "k", "v", "out", "lse", "mask")
+
+
+def backward(wrt: tuple[str, ...] = ("q", "k", "v"), more: dict[str, Any] | None = None, **fields: Any) -> plan.Plan:
+    return plan.backward(BackwardProblem(problem(**fields), wrt, **(more or {})), KNOWN["90a"])
+
+
+def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
+    rows, keys = 2 * 8 * 1000, 2 * 2 * 900
+    steps, workspaces = backward(window_right=0, softcap=2.0, out_dtype="float32")
+    assert [step.variant.name for step in steps] == [
+        "bwd_delta__bf16__w4__outfloat32",
+        "bwd_simple__bf16_d128__w4__causal_outfloat32_softcap",
+    ]
+    assert [step.grid[0] for step in steps] == [rows // 4, (rows + keys) // 4]
+    assert workspaces == (("row_lse", 4 * rows), ("row_delta", 4 * rows))
+    bias = {"bias_shape": (1, 8, 1000, 900)}
+    steps, workspaces = backward(("bias", "alibi_slopes", "sink"), bias, bias="bfloat16", alibi=True, sink="float32", dtype="float64")
+    assert [step.variant.name for step in steps][::2] == ["bwd_delta__f64__w4__sinkf32", "bwd_sum__f64__w4__alibi_sinkf32"]
+    assert [step.grid[0] for step in steps][1:] == [(rows + keys + 8 * 1000 * 900) // 4, 16 // 4]
+    assert workspaces == tuple((name, 8 * rows) for name in ("row_lse", "row_delta", "row_slope", "row_sink"))
+    assert backward(("alibi_slopes",), {"slopes_batch": 2}, alibi=True).steps[-1].grid[0] == 16 // 4
+
+
+def test_a_dbias_that_passes_the_longest_grid_is_refused() -> None:
+    with pytest.raises(
+        cupyflash.UnsupportedError, match=r"bwd_simple__.* would need \d+ blocks and a grid has 2\^31 - 1; calls on fewer heads"
+    ):
+        backward(("bias",), {"bias_shape": (1, 8, 1 << 16, 1 << 16)}, bias="bfloat16", seqlen_q=1 << 16, seqlen_k=1 << 16)
+
+
+def test_an_empty_backward_launches_what_writes_zeros() -> None:
+    families = [step.variant.family for step in backward(seqlen_q=0).steps]
+    assert families == ["bwd_simple"]  # dk and dv
+    assert backward(batch=0).steps == ()
+    assert [step.variant.family for step in backward(seqlen_k=0, sink="float32", wrt=("q", "sink")).steps] == [
+        "bwd_delta", "bwd_simple", "bwd_sum"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_supported_problem_has_a_backward(arch: str, dtype: str) -> None:
+    for d, dv in itertools.product((1, 33, 64, 256), repeat=2):
+        p = BackwardProblem(problem(dtype=dtype, head_dim=d, head_dim_v=dv), ("q",))
+        v = plan.backward(p, KNOWN[arch]).steps[1].variant
+        assert (v.head_dim >= d, v.head_dim_v >= dv) == (True, True)
+    with pytest.raises(cupyflash.UnsupportedError, match="256 is the largest for forward and backward"):
+        plan.backward(BackwardProblem(problem(head_dim=257), ("q",)), KNOWN[arch])
 
 
 def test_host_is_a_device_like_another() -> None:
@@ -132,11 +217,23 @@ def test_supports_answers_with_the_reason_of_the_error() -> None:
     assert not answer
     assert answer.reason == "k has 4 heads and q has 6: num_heads_q must be a multiple of num_heads_kv"
     assert not cupyflash.supports(head_dim=64, dtype="int8")
-    assert cupyflash.supports(head_dim=64, device="sm_90a").reason.startswith("fwd_sm80__f16_d64__")
+    assert cupyflash.supports(head_dim=64, device="sm_90a").reason.startswith("fwd_sm90__f16_d64__")
     assert cupyflash.supports(head_dim=64, dtype="float32", device="sm_86").reason.startswith("fwd_simple__f32_d64__")
     assert "'host' or one of 'sm_80'" in cupyflash.supports(head_dim=64, device="tpu").reason
     with pytest.raises(TypeError, match=r"supports\(\) has no argument 'is_causal'"):
         cupyflash.supports(head_dim=64, is_causal=True)  # type: ignore[call-arg]
+
+
+def test_supports_answers_for_backward_calls() -> None:
+    answer = cupyflash.supports(
+        head_dim=64, dtype="bfloat16", device="sm_90a", sink=True, bias=True, wrt=("q", "bias", "sink", "alibi_slopes")
+    )
+    assert answer.reason.startswith("bwd_simple__bf16_d64__w4__bias_sinkf32: ")
+    assert [v.family for v in answer.variants] == ["bwd_delta", "bwd_simple", "bwd_sum"]
+    assert cupyflash.supports(head_dim=64, wrt=["q"]).reason.startswith("host__")
+    assert cupyflash.supports(head_dim=300, wrt=["q"]).reason == cupyflash.supports(head_dim=300).reason
+    assert "wrt=('p',) must be a tuple of names" in cupyflash.supports(head_dim=64, wrt=("p",)).reason
+    assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_simple__")
 
 
 def test_specs_are_what_the_architectures_have() -> None:
@@ -148,13 +245,16 @@ def test_specs_are_what_the_architectures_have() -> None:
 # --- the parameter struct: two languages, one layout ----------------------------------------------------------------------------------
 
 
-def c_fields(text: str) -> list[tuple[str, str]]:
-    """(name, struct code) of each member of ForwardParams in params.cuh, in order."""
-    body = re.search(r"struct ForwardParams \{(.*?)\};", re.sub(r"//.*", "", text), re.S)
+def c_fields(text: str, struct: str) -> list[tuple[str, str]]:
+    """(name, struct code) of each member of a struct of params.cuh, in order; those of the one that it begins with are its own."""
+    body = re.search(rf"struct {struct} \{{(.*?)\}};", re.sub(r"//.*", "", text), re.S)
     assert body is not None
     codes = {"longlong": "q", "double": "d", "int": "i", "float": "f"}
-    fields = []
+    fields: list[tuple[str, str]] = []
     for declaration in filter(str.strip, body[1].split(";")):
+        if "ForwardParams" in declaration:
+            fields += c_fields(text, "ForwardParams")
+            continue
         kind, names = re.match(r"\s*((?:const\s+)?(?:unsigned char|long long|\w+)(?:\s*\*)?)\s+(.*)", declaration, re.S).groups()  # type: ignore[union-attr]
         code = "Q" if "*" in kind else codes[kind.replace(" ", "")]
         fields += [(name.strip(), code) for name in names.split(",")]
@@ -163,9 +263,13 @@ def c_fields(text: str) -> list[tuple[str, str]]:
 
 def test_params_mirror_the_cuda_struct() -> None:
     text = (jit.source_root() / "primitives" / "params.cuh").read_text()
-    assert c_fields(text) == list(params.FORWARD_FIELDS)
-    codes = "".join(code for _, code in params.FORWARD_FIELDS)
-    assert struct.calcsize("@" + codes) == params.FORWARD.size  # no padding between the fields, as a C compiler lays them out
+    for name, fields, packed in (
+        ("ForwardParams", params.FORWARD_FIELDS, params.FORWARD),
+        ("BackwardParams", params.BACKWARD_FIELDS, params.BACKWARD),
+    ):
+        assert c_fields(text, name) == list(fields)
+        assert struct.calcsize("@" + "".join(code for _, code in fields)) == packed.size  # no padding, as a C compiler lays them out
+    assert params.FORWARD.size % 8 == 0  # nor behind it, where the backward's fields begin
 
 
 def test_a_packed_call_holds_each_value_under_its_name() -> None:
@@ -184,6 +288,30 @@ def test_a_packed_call_holds_each_value_under_its_name() -> None:
     assert (packed["window_left"], packed["window_right"], packed["top_left"]) == (2**31 - 1, 0, 0)
     assert (packed["seqlen_q"], packed["head_dim_v"], packed["softcap"]) == (1000, 128, 2.0)
     assert packed["softmax_scale_log2"] == pytest.approx(0.1 * 1.4426950408889634)
+    for lse in (None, fake(8, 1, 1, 1)):  # only the addresses that are there, to the same places
+        given = [ptr for ptr in params.pointers(operands, lse) if ptr]
+        codes = params.pointers_given(operands, lse)
+        assert struct.pack(f"<{codes}", *given) == params.POINTERS.pack(*params.pointers(operands, lse))
+
+
+def test_a_packed_backward_call_holds_each_value_under_its_name() -> None:
+    def fake(ptr: int, *strides: int) -> ArrayView:
+        return ArrayView(ptr, (1,) * len(strides), strides, "bfloat16", 0, "cupy", None)
+
+    operands = Operands(fake(1, 10, 11, 12, 1), fake(2, 20, 21, 22, 1), fake(3, 30, 31, 32, 1), fake(4, 40, 41, 42, 1))
+    more = BackwardOperands(fake(5, 50, 51, 52, 53), fake(6, 60, 61, 62), dk=fake(7, 70, 71, 72, 1), dbias=fake(8, 0, 0, 9, 1))
+    p = BackwardProblem(problem(bias="bfloat16"), ("k", "bias"), bias_shape=(1, 1, 1000, 900))
+    buffers = {"dout": more.dout, "dk": more.dk, "dbias": more.dbias, "row_delta": fake(9)}
+    pointers = params.POINTERS.pack(*params.pointers(operands, more.lse))
+    numbers = params.numbers(p.forward, operands), params.backward_numbers(p, more)
+    buffer = pointers + numbers[0] + params.backward_pointers(buffers) + numbers[1]
+    packed = dict(zip((name for name, _ in params.BACKWARD_FIELDS), params.BACKWARD.unpack(buffer), strict=True))
+    named = {"q": 1, "out": 4, "lse": 6, "dout": 5, "dlse": 0, "dq": 0, "dk": 7, "dv": 0, "dbias": 8, "row_lse": 0, "row_delta": 9}
+    assert {name: packed[name] for name in named} == named
+    assert [packed[f"dout_stride_{axis}"] for axis in ("batch", "seq", "head", "dim")] == [50, 51, 52, 53]
+    assert [packed[f"lse_stride_{axis}"] for axis in ("batch", "head", "seq")] == [60, 61, 62]
+    assert [packed[f"{name}_stride_seq"] for name in ("dq", "dk", "dv")] == [0, 71, 0]
+    assert [packed[name] for name in ("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch")] == [1, 1, 1000, 900, 1]
 
 
 def test_sources_are_beside_the_package_or_in_it() -> None:

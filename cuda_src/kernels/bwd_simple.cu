@@ -1,0 +1,227 @@
+// bwd_simple.cu: gradients of attention, one warp for one row of dQ, or of dK and dV, or for one element of dBias; any architecture, any
+// dtype, every option. Read it after fwd_simple.cu; bwd_delta.cu has run before it.
+//
+// Algorithm  FlashAttention-2's backward (arXiv 2307.08691, algorithm 2) without its tiles. For a pair of row i and key j that it sees:
+//            P = exp(S - LSE_i), dS = P (dO_i . V_j - delta_i); dV_j += P dO_i, dQ_i += scale dS' K_j, dK_j += scale dS' Q_i, where dS' is
+//            dS times the slope of the softcap, and dBias_ij += dS.
+// Work       The grid's warps are, in this order, the B Hq Sq rows of dQ, the B Hkv Sk rows of dK and dV, the elements of dBias. Each sums
+//            what is its own in one fixed order: no atomics, equal bits in every run.
+// Edges      A pair that is not visible is skipped before its key or row is multiplied: a NaN there goes nowhere. A row without keys has
+//            LSE = +inf and is skipped as well.
+// Not here   tiles: each pair is computed once for dQ and once for dK and dV, from memory, so this is the fallback, not the fast path.
+#include "../primitives/row.cuh"
+
+namespace cupyflash {
+
+// One head's arrays and what all of its pairs share.
+template <class C>
+struct Head {
+  using Element = typename C::Element;
+  using Acc = typename AccumulatorOf<Element>::Type;
+  static constexpr int kPerLane = (C::kHeadDim + 31) / 32;    // elements of q and k that a lane holds: d = lane + 32 n
+  static constexpr int kPerLaneV = (C::kHeadDimV + 31) / 32;  // the same of v and dO
+  const BackwardParams& p;
+  Sequence s;
+  ScoreContext<C> context;
+  const Element* gQ;           // (Sq, D)
+  const Element* gK;           // (Sk, D)
+  const Element* gV;           // (Sk, Dv)
+  const typename C::Out* gdO;  // (Sq, Dv), any strides
+  const Acc* gLse;             // (Sq)
+  const Acc* gDelta;           // (Sq)
+
+  __device__ Head(const BackwardParams& params, int b, int h) : p(params) {
+    const ForwardParams& f = p.forward;
+    const int h_kv = h / (f.num_heads_q / f.num_heads_kv);
+    s = sequence_of<C>(f, b);
+    context = score_context<C>(f, b, h);
+    gQ = static_cast<const Element*>(f.q) + b * f.q_stride_batch + h * f.q_stride_head;
+    gK = static_cast<const Element*>(f.k) + b * f.k_stride_batch + h_kv * f.k_stride_head;
+    gV = static_cast<const Element*>(f.v) + b * f.v_stride_batch + h_kv * f.v_stride_head;
+    gdO = static_cast<const typename C::Out*>(p.dout) + b * p.dout_stride_batch + h * p.dout_stride_head;
+    const long long row = (static_cast<long long>(b) * f.num_heads_q + h) * f.seqlen_q;
+    gLse = static_cast<const Acc*>(p.row_lse) + row;
+    gDelta = static_cast<const Acc*>(p.row_delta) + row;
+  }
+
+  __device__ void load_q(int i, Acc (&r)[kPerLane]) const { load(gQ + i * p.forward.q_stride_seq, 1, p.forward.head_dim, r); }
+  __device__ void load_k(int j, Acc (&r)[kPerLane]) const { load(gK + j * p.forward.k_stride_seq, 1, p.forward.head_dim, r); }
+  __device__ void load_v(int j, Acc (&r)[kPerLaneV]) const { load(gV + j * p.forward.v_stride_seq, 1, p.forward.head_dim_v, r); }
+  __device__ void load_dout(int i, Acc (&r)[kPerLaneV]) const {
+    load(gdO + i * p.dout_stride_seq, p.dout_stride_dim, p.forward.head_dim_v, r);
+  }
+
+  // Whether the pair exists: i < used_q and j < used_k hold already.
+  __device__ bool sees(int i, int j) const { return is_visible<C>(p.forward, context, s, i, j) && gLse[i] != infinity(Acc()); }
+
+ private:
+  template <class T, int kCount>
+  __device__ static void load(const T* g, long long stride, int width, Acc (&r)[kCount]) {
+    for (int n = 0; n < kCount; ++n) {
+      const int d = threadIdx.x % 32 + 32 * n;
+      r[n] = d < width ? static_cast<Acc>(widen(g[d * stride])) : Acc(0);
+    }
+  }
+};
+
+// Row i and key j: the weight, the gradient of the score, and that of q . k.
+template <class Acc>
+struct Pair {
+  Acc weight, d_score, d_product;
+};
+
+// Scope: one whole warp, each lane with its elements of the row and the key; all lanes get the pair.
+template <class C, class H = Head<C>>
+__device__ inline Pair<typename H::Acc> pair_of(const H& head, int i, int j, const typename H::Acc (&rQ)[H::kPerLane],
+                                                const typename H::Acc (&rK)[H::kPerLane], const typename H::Acc (&rdO)[H::kPerLaneV],
+                                                const typename H::Acc (&rV)[H::kPerLaneV]) {
+  using Acc = typename H::Acc;
+  const ForwardParams& f = head.p.forward;
+  Acc product = 0, d_weight = 0;  // S before the scale, dP
+  for (int n = 0; n < H::kPerLane; ++n) product += rQ[n] * rK[n];
+  for (int n = 0; n < H::kPerLaneV; ++n) d_weight += rdO[n] * rV[n];
+  product = warp_sum(product);
+  d_weight = warp_sum(d_weight);
+  Pair<Acc> pair;
+  pair.weight = exp_of(score_step<C>(f, head.context, head.s, product, i, j) - head.gLse[i]);
+  pair.d_score = pair.weight * (d_weight - head.gDelta[i]);
+  pair.d_product = pair.d_score * score_slope<C>(f, product) * static_cast<Acc>(f.softmax_scale);
+  return pair;
+}
+
+template <class T, class Acc, int kCount>
+__device__ inline void store(T* g, int width, const Acc (&r)[kCount]) {
+  for (int n = 0; n < kCount; ++n) {
+    const int d = threadIdx.x % 32 + 32 * n;
+    if (d < width) narrow(r[n], g[d]);
+  }
+}
+
+// dQ of row i, and its part of the gradient of the slope.
+template <class C>
+__device__ void row_gradient(const BackwardParams& p, int b, int h, int i) {
+  using H = Head<C>;
+  using Acc = typename H::Acc;
+  const ForwardParams& f = p.forward;
+  const H head(p, b, h);
+  Acc rQ[H::kPerLane], rK[H::kPerLane], rdQ[H::kPerLane] = {};
+  Acc rdO[H::kPerLaneV], rV[H::kPerLaneV];
+  Acc slope = 0;
+  if (i < head.s.used_q) {
+    head.load_q(i, rQ);
+    head.load_dout(i, rdO);
+    const KeyRange keys = visible_keys<C>(f, head.s, i, i + 1);
+    for (int j = keys.first; j < keys.last; ++j) {
+      if (!head.sees(i, j)) continue;
+      head.load_k(j, rK);
+      head.load_v(j, rV);
+      const Pair<Acc> pair = pair_of<C>(head, i, j, rQ, rK, rdO, rV);
+      for (int n = 0; n < H::kPerLane; ++n) rdQ[n] += pair.d_product * rK[n];
+      slope += pair.d_score * static_cast<Acc>(abs(i + head.s.offset - j));
+    }
+  }
+  using Element = typename C::Element;
+  if (p.dq) store(static_cast<Element*>(p.dq) + b * p.dq_stride_batch + i * p.dq_stride_seq + h * p.dq_stride_head, f.head_dim, rdQ);
+  if constexpr (C::kAlibi) {
+    if (p.dalibi_slopes && threadIdx.x % 32 == 0) {
+      static_cast<Acc*>(p.row_slope)[(static_cast<long long>(b) * f.num_heads_q + h) * f.seqlen_q + i] = slope;
+    }
+  }
+}
+
+// dK and dV of key j, summed over the query heads that read it.
+template <class C>
+__device__ void key_gradient(const BackwardParams& p, int b, int h_kv, int j) {
+  using H = Head<C>;
+  using Acc = typename H::Acc;
+  const ForwardParams& f = p.forward;
+  const int group = f.num_heads_q / f.num_heads_kv;
+  Acc rQ[H::kPerLane], rK[H::kPerLane], rdK[H::kPerLane] = {};
+  Acc rdO[H::kPerLaneV], rV[H::kPerLaneV], rdV[H::kPerLaneV] = {};
+  for (int h = h_kv * group; h < (h_kv + 1) * group; ++h) {
+    const H head(p, b, h);
+    if (j >= head.s.used_k) break;
+    head.load_k(j, rK);
+    head.load_v(j, rV);
+    const RowRange rows = visible_rows<C>(f, head.s, j);
+    for (int i = rows.first; i < rows.last; ++i) {
+      if (!head.sees(i, j)) continue;
+      head.load_q(i, rQ);
+      head.load_dout(i, rdO);
+      const Pair<Acc> pair = pair_of<C>(head, i, j, rQ, rK, rdO, rV);
+      for (int n = 0; n < H::kPerLane; ++n) rdK[n] += pair.d_product * rQ[n];
+      for (int n = 0; n < H::kPerLaneV; ++n) rdV[n] += pair.weight * rdO[n];
+    }
+  }
+  using Element = typename C::Element;
+  if (p.dk) store(static_cast<Element*>(p.dk) + b * p.dk_stride_batch + j * p.dk_stride_seq + h_kv * p.dk_stride_head, f.head_dim, rdK);
+  if (p.dv) store(static_cast<Element*>(p.dv) + b * p.dv_stride_batch + j * p.dv_stride_seq + h_kv * p.dv_stride_head, f.head_dim_v, rdV);
+}
+
+// One element of dBias: the sum of dS over the axes along which the bias was broadcast, whose size is 1 in dBias.
+template <class C>
+__device__ void bias_gradient(const BackwardParams& p, long long element) {
+  using H = Head<C>;
+  using Acc = typename H::Acc;
+  const ForwardParams& f = p.forward;
+  const long long full[4] = {f.batch, f.num_heads_q, f.seqlen_q, f.seqlen_k};
+  const long long size[4] = {p.dbias_batch, p.dbias_heads, p.dbias_q, p.dbias_k};
+  int first[4], last[4];
+  long long rest = element;
+#pragma unroll  // constant indices keep the arrays in registers
+  for (int axis = 3; axis >= 0; --axis) {
+    const bool is_summed = size[axis] == 1;
+    first[axis] = is_summed ? 0 : static_cast<int>(rest % size[axis]);
+    last[axis] = is_summed ? static_cast<int>(full[axis]) : first[axis] + 1;
+    rest /= size[axis];
+  }
+  Acc rQ[H::kPerLane], rK[H::kPerLane], rdO[H::kPerLaneV], rV[H::kPerLaneV];
+  Acc sum = 0;
+  for (int b = first[0]; b < last[0]; ++b) {
+    for (int h = first[1]; h < last[1]; ++h) {
+      const H head(p, b, h);
+      for (int i = first[2]; i < min(last[2], head.s.used_q); ++i) {
+        for (int j = first[3]; j < min(last[3], head.s.used_k); ++j) {
+          if (!head.sees(i, j)) continue;
+          head.load_q(i, rQ);
+          head.load_k(j, rK);
+          head.load_dout(i, rdO);
+          head.load_v(j, rV);
+          sum += pair_of<C>(head, i, j, rQ, rK, rdO, rV).d_score;
+        }
+      }
+    }
+  }
+  if (threadIdx.x % 32 == 0) narrow(sum, static_cast<typename C::Bias*>(p.dbias)[element]);
+}
+
+template <class C>
+__device__ void gradient(const BackwardParams& p, long long warp) {
+  const ForwardParams& f = p.forward;
+  const long long rows = static_cast<long long>(f.batch) * f.num_heads_q * f.seqlen_q;
+  const long long keys = static_cast<long long>(f.batch) * f.num_heads_kv * f.seqlen_k;
+  if (warp < rows) {
+    const long long head = warp / f.seqlen_q;
+    const bool wanted = p.dq || p.dalibi_slopes;
+    if (wanted) row_gradient<C>(p, head / f.num_heads_q, head % f.num_heads_q, warp % f.seqlen_q);
+    return;
+  }
+  warp -= rows;
+  if (warp < keys) {
+    const long long head = warp / f.seqlen_k;
+    const bool wanted = p.dk || p.dv;
+    if (wanted) key_gradient<C>(p, head / f.num_heads_kv, head % f.num_heads_kv, warp % f.seqlen_k);
+    return;
+  }
+  warp -= keys;
+  if constexpr (C::kBias) {
+    if (p.dbias && warp < p.dbias_batch * p.dbias_heads * p.dbias_q * p.dbias_k) bias_gradient<C>(p, warp);
+  }
+}
+
+}  // namespace cupyflash
+
+// At least two blocks an SM: without a number ptxas keeps to 80 registers on some architectures, and spills.
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 2) bwd_simple(const __grid_constant__ cupyflash::BackwardParams p) {
+  cupyflash::gradient<Config>(p, static_cast<long long>(blockIdx.x) * Config::kWarps + threadIdx.x / 32);
+}

@@ -1,0 +1,263 @@
+"""The public functions of the backward: gradients from what a forward call left, and both in one. Straight lines, as in api.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from cupyflash import arrays, host_backward, launch, params, plan
+from cupyflash.api import attention
+from cupyflash.arrays import HOST, Allocator, ArrayView
+from cupyflash.device import HOST_SPEC, query
+from cupyflash.errors import ArgumentError, CupyflashError
+from cupyflash.keywords import names_foreign_keywords
+from cupyflash.launch import Queue
+from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
+
+
+class Gradients(NamedTuple):
+    """Each in the shape, dtype and library of what it belongs to; None where it was not asked for, or its option was not used."""
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dalibi_slopes: Any = None
+    dsink: Any = None
+
+
+@names_foreign_keywords
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    /,
+    *,
+    dlse: Any = None,
+    wrt: Sequence[str] = ("q", "k", "v"),
+    causal: Causal = False,
+    window_size: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    stream: Any = None,
+) -> Gradients:
+    """Gradients of sum(out * dout) + sum(lse * dlse), where (out, lse) is what `attention` returned for the same arguments.
+
+    Scores are computed again tile by tile from q, k and lse, so nothing of size Sq x Sk is kept or made, but for dbias. With
+    ``p = exp(s - lse)`` and ``delta_i = dout_i . out_i - dlse_i``: ``dv_j = sum_i p_ij dout_i``, ``ds_ij = p_ij (dout_i . v_j - delta_i)``,
+    and dq, dk follow from ds (FlashAttention-2, Dao, arXiv 2307.08691, algorithm 2).
+
+    Parameters
+    ----------
+    dout : (B, Sq, Hq, Dv), gradient of out, in its layout and dtype. Any strides, also 0, as the gradient of a sum has.
+    q, k, v and the options from causal to layout : as given to `attention`.
+    out : (B, Sq, Hq, Dv), as `attention` returned it, in whatever out_dtype. Its rounding enters every gradient.
+    lse : (B, Hq, Sq), (Hq, Sq) for 3-D inputs: float32, float64 for float64 inputs; as `attention` returned it. Any strides.
+    dlse : gradient that arrives through the LSE, shaped and typed as lse; default 0.
+    wrt : which gradients are wanted, names out of "q", "k", "v", "bias", "alibi_slopes", "sink". What is not named is not computed: dbias
+        may be as large as Sq x Sk.
+    deterministic : results are equal bit by bit in every run on the same machine. In host memory they always are, on any number of cores.
+    dq, dk, dv : arrays for these gradients, returned as such; as `out` of `attention`, and not overlapping each other.
+    stream : as in `attention`.
+
+    Returns
+    -------
+    Gradients(dq, dk, dv, dbias, dalibi_slopes, dsink) : each in the shape, layout and dtype of its input, dq, dk and dv stored in its axis
+        order where it is dense; None where `wrt` does not name it or the option is not used. dk and dv are summed over the query heads of a
+        group, dbias and dalibi_slopes over the axes along which they were broadcast: in float32, float64 for float64 inputs.
+
+    A row whose lse is -inf, and one past seqused_q, contributes exactly 0, whatever dout and dlse hold there. What no row sees has
+    gradients of exactly 0. What lies in places that a row does not see, NaN included, never enters through that row.
+
+    Raises
+    ------
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`, before anything is computed.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyflash
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 64, 8, 32), dtype=np.float32)
+    >>> sink = np.zeros(8, np.float32)
+    >>> out, lse, _ = cupyflash.attention(q, k, v, causal=True, sink=sink, return_lse=True)
+    >>> grads = cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True, sink=sink, wrt=("q", "k", "v", "sink"))
+    >>> grads.dq.shape, grads.dsink.shape, grads.dbias
+    ((1, 64, 8, 32), (8,), None)
+    """
+    if lse is None:
+        raise ArgumentError("lse is None: `attention` returns it with return_lse=True")
+    every = (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, dout, lse, dlse, dq, dk, dv)
+    given = [
+        None if array is None and name not in _REQUIRED else arrays.read(array, name, stream)
+        for array, name in zip(every, _NAMES, strict=True)
+    ]
+    kinds = tuple([array and array[1] for array in given])
+    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    names = tuple(wrt) if isinstance(wrt, list) else wrt
+    options = (layout, causal, window, softmax_scale, softcap, names, deterministic)
+    try:
+        call = _prepare(kinds, *options)
+    except TypeError as e:
+        if isinstance(e, CupyflashError):
+            raise
+        call = _prepare.__wrapped__(kinds, *options)  # an option that cannot be hashed is a wrong one: let its check name it
+    views = arrays.located(call.views, given)
+    targets = {"dq": dq, "dk": dk, "dv": dv}
+    for name, array in targets.items():
+        if name in views:
+            arrays.check_out(name, array, views[name], views)
+    like = views["q"]
+    with arrays.on_stream(stream, [*views.values()]), launch.on_device(like.device_id):
+        for name in call.host_vectors:
+            ptr, _, owner = arrays.to_device(views[name].owner, like, name)
+            views[name] = views[name]._replace(ptr=ptr, owner=owner)
+        results = {name: views.get(name) or _made(*made, like) for name, made in call.results.items()}
+        if call.queue is None:
+            _run_on_host(call, views, results)
+        else:
+            workspaces = {name: _made(*made, like) for name, made in call.workspaces.items()}
+            addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"])
+            call.queue(tuple(addresses), params.backward_pointers({**views, **results, **workspaces}))
+    return Gradients(
+        **{name: arrays.give_back(x.owner, like) if targets.get(name) is None else targets[name] for name, x in results.items()}
+    )
+
+
+def attention_vjp(
+    q: Any, k: Any, v: Any, /, *, wrt: Sequence[str] = ("q", "k", "v"), deterministic: bool = False, **options: Any
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Attention, and the function that carries a gradient of its result back: JAX's words, for any library's arrays.
+
+    Parameters
+    ----------
+    q, k, v and the options : as in `attention`.
+    wrt, deterministic : as in `attention_backward`.
+
+    Returns
+    -------
+    (out, pullback) : out is what `attention` returns, AttentionResult(out, lse, max_logits=None) with return_lse. ``pullback(dout,
+        dlse=None)`` gives the Gradients of `attention_backward`, any number of times. It holds q, k, v, the arrays among the options, out
+        and lse, and reads them when called: do not write into them before.
+
+    Raises
+    ------
+    As `attention`; pullback as `attention_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 8, 32), dtype=np.float32)
+    >>> out, pullback = cupyflash.attention_vjp(q, k, v, causal=True)
+    >>> grads = pullback(np.ones_like(out))  # of out.sum()
+    >>> grads.dk.shape
+    (1, 64, 8, 32)
+    """
+    differentiated(wrt)
+    return_lse = options.pop("return_lse", False)
+    result = attention(q, k, v, return_lse=True, **options)
+    kept = {name: option for name, option in options.items() if name not in ("out", "out_dtype")}
+
+    def pullback(dout: Any, dlse: Any = None) -> Gradients:
+        return attention_backward(dout, q, k, v, result.out, result.lse, dlse=dlse, wrt=wrt, deterministic=deterministic, **kept)
+
+    return (result if return_lse else result.out), pullback
+
+
+_NAMES = (*Operands._fields, *BackwardOperands._fields[:6])
+_REQUIRED = frozenset({"q", "k", "v", "out", "dout"})
+
+
+_New = tuple[ArrayView, Allocator]  # an array to be made for each call, and what makes it
+
+
+def _made(view: ArrayView, allocate: Allocator, like: ArrayView) -> ArrayView:
+    ptr, owner = allocate(like.owner)
+    return view._replace(ptr=ptr, owner=owner)
+
+
+class _Call(NamedTuple):
+    """All that calls of the same shapes, strides, dtypes and options share; views without addresses."""
+
+    views: dict[str, ArrayView]  # of the arrays given
+    problem: BackwardProblem
+    operands: Operands
+    more: BackwardOperands
+    results: dict[str, _New]
+    workspaces: dict[str, _New]
+    queue: Queue | None  # None in host memory
+    layout: str
+    host_vectors: tuple[str, ...]  # which operands are NumPy arrays beside GPU arrays
+
+
+@arrays.cached_by_kinds
+def _prepare(
+    kinds: tuple[arrays.Kind | None, ...],
+    layout: str,
+    causal: Causal,
+    window_size: Window | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    wrt: tuple[str, ...],
+    deterministic: bool,
+) -> _Call:
+    """Check and plan a call."""
+    views = {name: arrays.describe(kind, name) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
+    arrays.check_together(views)
+    like = views["q"]
+    host_vectors = tuple(name for name, view in views.items() if view.device_id != like.device_id)
+    given = views | {name: arrays.fresh(views[name], views[name].shape, views[name].dtype) for name in host_vectors}  # as they are copied
+    problem, operands, more = dense_backward(
+        Operands(*[given.get(name) for name in Operands._fields]),
+        BackwardOperands(*[given.get(name) for name in _NAMES[len(Operands._fields) :]]),
+        layout=layout,
+        wrt=wrt,
+        deterministic=deterministic,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+    )
+    results = {}
+    for name in problem.wrt:
+        x = given[name]
+        made = arrays.fresh(like, x.shape, x.dtype, arrays.storage_order(x) if name in ("q", "k", "v") else None)
+        results[f"d{name}"] = made, arrays.allocator(made, like)
+        if getattr(more, f"d{name}") is None:
+            more = more._replace(**{f"d{name}": gradient_axes(f"d{name}", made, layout, like)})
+    if like.device_id == HOST:
+        plan.backward(problem, HOST_SPEC)
+        return _Call(views, problem, operands, more, results, {}, None, layout, host_vectors)
+    launch.check_process()
+    device = query(like.device_id)
+    schedule = plan.backward(problem, device)
+    workspaces = {}
+    for name, num_bytes in schedule.workspaces:
+        made = arrays.fresh(like, (num_bytes,), "uint8")
+        workspaces[name] = made, arrays.allocator(made, like)
+    numbers = params.numbers(problem.forward, operands), params.backward_numbers(problem, more)
+    packing = launch.Packing("Q" * len(params.pointers(operands, None)), numbers, params.BACKWARD.size)
+    queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
+    return _Call(views, problem, operands, more, results, workspaces, queue, layout, host_vectors)
+
+
+def _run_on_host(call: _Call, views: dict[str, ArrayView], results: dict[str, ArrayView]) -> None:
+    def at(name: str, shaped: Any) -> Any:
+        return arrays.on_host(shaped._replace(owner=views[name].owner)) if name in views else None
+
+    operands = Operands(*[at(name, shaped) for name, shaped in zip(Operands._fields, call.operands, strict=True)])
+    given = [at(name, getattr(call.more, name)) for name in ("dout", "lse", "dlse")]
+    asked = {name: arrays.on_host(gradient_axes(name, view, call.layout, views["q"])) for name, view in results.items()}
+    host_backward.attention_backward(call.problem, operands, BackwardOperands(*given, **asked))

@@ -1,0 +1,132 @@
+"""Every test of known failures and of pairs of options of the backward, on the GPU, by CuPy and torch; forward calls are the host's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import pickle
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
+pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+
+import test_known_failures_backward  # noqa: E402
+import test_pairs_backward  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_vjp  # noqa: E402
+from test_known_failures_backward import *  # noqa: E402, F403
+from test_pairs_backward import *  # noqa: E402, F403
+
+import cupyflash  # noqa: E402
+from cupyflash import UnsupportedError, device, launch, plan, reference  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+def seeded(item: Any) -> np.random.Generator:
+    """The same random numbers for both libraries: the references of a case are computed once."""
+    name, _, parameters = item.name.rstrip("]").partition("[")
+    case = "-".join(part for part in parameters.split("-") if part not in LIBRARIES)
+    return np.random.default_rng(zlib.crc32(f"{name}[{case}".encode()))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return seeded(request.node)
+
+
+def remembered(compute: Callable[..., Any]) -> Callable[..., Any]:
+    results: dict[bytes, Any] = {}
+
+    @functools.wraps(compute)
+    def once(*arrays: Any, **options: Any) -> Any:
+        key = hashlib.sha1(pickle.dumps((arrays, options))).digest()
+        if key not in results:
+            results[key] = compute(*arrays, **options)
+        return results[key]
+
+    return once
+
+
+REFERENCE, STANDARD = remembered(reference.attention_backward), remembered(test_pairs_backward.standard_gradients)
+
+
+@pytest.fixture(autouse=True, params=LIBRARIES)
+def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Move]:
+    """`cupyflash.attention_backward` and `attention_vjp` compute on the GPU for the length of a test."""
+    move, calls, launches, parameters = Move(request.param), [], [], launch._parameters
+    monkeypatch.setattr(reference, "attention_backward", REFERENCE)
+    monkeypatch.setattr(test_pairs_backward, "standard_gradients", STANDARD)
+    monkeypatch.setattr(launch, "_parameters", lambda *args: (launches.append(1), parameters(*args))[1])
+
+    @functools.wraps(host_backward)
+    def attention_backward(*arrays: Any, **options: Any) -> Any:
+        grads = move.attention_backward(*arrays, **options)
+        calls.append(1)
+        return grads
+
+    @functools.wraps(host_vjp)
+    def attention_vjp(*arrays: Any, **options: Any) -> Any:
+        return move.attention_vjp(*arrays, **options)
+
+    monkeypatch.setattr(cupyflash, "attention_backward", attention_backward)
+    monkeypatch.setattr(cupyflash, "attention_vjp", attention_vjp)
+    yield move
+    assert len(launches) >= len(calls), "a backward call launched nothing: it may have run on the host"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Compile what the tests here will launch; which kernels is learnt by running each test once on the host."""
+    problems = {}
+
+    def noting(problem: Any, spec: Any, choose: Any = plan.backward) -> Any:
+        problems[problem] = None
+        return choose(problem, spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "backward", noting)
+        for item in request.session.items:
+            if item.path == request.path and item.callspec.params["on_gpu"] == "cupy":
+                wanted = inspect.signature(item.obj).parameters
+                given = {name: value for name, value in (item.callspec.params | {"rng": seeded(item)}).items() if name in wanted}
+                with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
+                    item.obj(**given)
+    kernels = set()
+    for problem in problems:
+        with contextlib.suppress(UnsupportedError):
+            kernels |= {step.variant for step in plan.backward(problem, device.query(0)).steps}
+    compile_ahead(kernels)
+
+
+# They make 4 GB on the host and would move them; the next test has them on the GPU.
+del test_kf_059_a_dout_whose_rows_lie_past_2_to_31_elements  # noqa: F821
+del test_kf_060_keys_stored_by_sequence_past_2_to_31_elements  # noqa: F821
+
+
+@pytest.mark.parametrize("which", ["dout", "k", "v", "out"])
+def test_kf_059_060_rows_past_2_to_31_elements(on_gpu: Move, which: str, rng: np.random.Generator) -> None:
+    import cupy
+
+    if on_gpu.library != "cupy":
+        pytest.skip("strides are read from each library alike; one allocates the memory")
+    q, k, v, dout = (cupy.asarray(x) for x in test_known_failures_backward.inputs(rng, (1, 3, 2, 8), (1, 3, 2, 8), dtype="float16"))
+    out, lse, _ = cupyflash.attention(q, k, v, return_lse=True)
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+    expected = host_backward(*arrays.values(), lse)
+    apart = cupy.empty(2**31 + 4096, np.float16)
+    far = cupy.lib.stride_tricks.as_strided(apart, q.shape, (0, (2**30 + 512) * 2, 16, 2))
+    far[...] = arrays[which]
+    for grad, same in zip(host_backward(*(arrays | {which: far}).values(), lse)[:3], expected[:3], strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(grad), cupy.asnumpy(same))
+    if which in ("k", "v"):
+        host_backward(*arrays.values(), lse, **{f"d{which}": far})
+        np.testing.assert_array_equal(cupy.asnumpy(far), cupy.asnumpy(getattr(expected, f"d{which}")))
