@@ -182,10 +182,15 @@ def device_option(function: F) -> F:
 
 
 def open_place(device: str | None) -> Place:
-    """The place that was asked for: SetupError where it is the GPU and there is none."""
-    if device == "host" or (device is None and gpu.why_not()):
+    """The place that was asked for: SetupError where it is the GPU and there is none. A GPU that cannot be used is not passed over in
+    silence."""
+    if device is None and (reason := gpu.why_not()):
+        if nvidia_driver().gpus:
+            console(stderr=True).print(
+                f"There is a GPU, and arrays are in host memory all the same: {reason}", style="yellow", markup=False
+            )
         return HOST
-    return gpu.open_place()
+    return HOST if device == "host" else gpu.open_place()
 
 
 @main.command()

@@ -61,9 +61,9 @@ def why_not() -> str | None:
     driver = nvidia_driver()
     if not driver.gpus:
         return driver.error or ("the driver lists no GPU" if driver.cuda else "no NVIDIA driver, so no GPU")
-    if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed: cupyflash-bench doctor says the pip line"
-    return None
+    # The library's own check: CuPy is there and loads, the driver is new enough for it, NVRTC compiles for this GPU.
+    answer = cupyflash.supports(head_dim=64, device="cuda")
+    return None if answer else answer.reason
 
 
 def open_place() -> Gpu:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from cupyflash import arrays, host_backward, launch, params, plan
 from cupyflash.api import attention
-from cupyflash.arrays import HOST, ArrayView
-from cupyflash.device import DeviceSpec, query
-from cupyflash.errors import ArgumentError
+from cupyflash.arrays import HOST, Allocator, ArrayView
+from cupyflash.device import HOST_SPEC, query
+from cupyflash.errors import ArgumentError, CupyflashError
 from cupyflash.keywords import names_foreign_keywords
+from cupyflash.launch import Queue
 from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
 
 
@@ -98,35 +99,41 @@ def attention_backward(
     """
     if lse is None:
         raise ArgumentError("lse is None: `attention` returns it with return_lse=True")
-    given = (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, dout, lse, dlse, dq, dk, dv)
-    views = [
-        None if array is None and name not in _REQUIRED else arrays.view(array, name, stream)
-        for array, name in zip(given, _NAMES, strict=True)
+    every = (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, dout, lse, dlse, dq, dk, dv)
+    given = [
+        None if array is None and name not in _REQUIRED else arrays.read(array, name, stream)
+        for array, name in zip(every, _NAMES, strict=True)
     ]
-    like: Any = views[0]
+    kinds = tuple([array and array[1] for array in given])
     window = tuple(window_size) if isinstance(window_size, list) else window_size
     names = tuple(wrt) if isinstance(wrt, list) else wrt
     options = (layout, causal, window, softmax_scale, softcap, names, deterministic)
-    call = _prepare([view and view.kind for view in views], *options)
-    by_name = dict(zip(_NAMES, views, strict=True))
+    try:
+        call = _prepare(kinds, *options)
+    except TypeError as e:
+        if isinstance(e, CupyflashError):
+            raise
+        call = _prepare.__wrapped__(kinds, *options)  # an option that cannot be hashed is a wrong one: let its check name it
+    views = arrays.located(call.views, given)
     targets = {"dq": dq, "dk": dk, "dv": dv}
     for name, array in targets.items():
-        if (target := by_name[name]) is not None:
-            arrays.check_out(name, array, target, by_name)
-    if like.device_id != HOST:
-        launch.check_process()
-    with arrays.on_stream(stream, views):
+        if name in views:
+            arrays.check_out(name, array, views[name], views)
+    like = views["q"]
+    with arrays.on_stream(stream, [*views.values()]), launch.on_device(like.device_id):
         for name in call.host_vectors:
-            by_name[name] = arrays.to_device(by_name[name], like, name)  # type: ignore[arg-type]  # it is there
-        results = {name: by_name.get(name) or arrays.empty(like, *made) for name, made in call.results}
-        if like.device_id == HOST:
-            _run_on_host(call, by_name, results)
+            ptr, _, owner = arrays.to_device(views[name].owner, like, name)
+            views[name] = views[name]._replace(ptr=ptr, owner=owner)
+        results = {name: views.get(name) or _made(*made, like) for name, made in call.results.items()}
+        if call.queue is None:
+            _run_on_host(call, views, results)
         else:
-            workspaces = {name: arrays.empty(like, (num_bytes,), "uint8") for name, num_bytes in call.plan.workspaces}
-            pointers = params.pointers([by_name[name] for name in Operands._fields], by_name["lse"])
-            rest = call.numbers[0] + params.backward_pointers({**by_name, **results, **workspaces}) + call.numbers[1]
-            launch.run(call.plan, pointers, rest, b"", call.device, like.device_id, arrays.current_stream(like))
-    return Gradients(**{name: arrays.give_back(x, like) if targets.get(name) is None else targets[name] for name, x in results.items()})
+            workspaces = {name: _made(*made, like) for name, made in call.workspaces.items()}
+            addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"])
+            call.queue(tuple(addresses), params.backward_pointers({**views, **results, **workspaces}))
+    return Gradients(
+        **{name: arrays.give_back(x.owner, like) if targets.get(name) is None else targets[name] for name, x in results.items()}
+    )
 
 
 def attention_vjp(
@@ -173,18 +180,25 @@ _NAMES = (*Operands._fields, *BackwardOperands._fields[:6])
 _REQUIRED = frozenset({"q", "k", "v", "out", "dout"})
 
 
-class _Call(NamedTuple):
-    """All that calls of the same shapes, strides, dtypes and options share; operands without addresses."""
+_New = tuple[ArrayView, Allocator]  # an array to be made for each call, and what makes it
 
+
+def _made(view: ArrayView, allocate: Allocator, like: ArrayView) -> ArrayView:
+    ptr, owner = allocate(like.owner)
+    return view._replace(ptr=ptr, owner=owner)
+
+
+class _Call(NamedTuple):
+    """All that calls of the same shapes, strides, dtypes and options share; views without addresses."""
+
+    views: dict[str, ArrayView]  # of the arrays given
     problem: BackwardProblem
     operands: Operands
     more: BackwardOperands
-    results: tuple[tuple[str, tuple[tuple[int, ...], str, tuple[int, ...] | None]], ...]  # (name, (shape, dtype, order of axes))
-    plan: plan.Plan
-    device: DeviceSpec
-    numbers: tuple[bytes, bytes]  # of the forward's part of the kernels' argument, and of the rest
+    results: dict[str, _New]
+    workspaces: dict[str, _New]
+    queue: Queue | None  # None in host memory
     layout: str
-    like: ArrayView  # q
     host_vectors: tuple[str, ...]  # which operands are NumPy arrays beside GPU arrays
 
 
@@ -199,13 +213,12 @@ def _prepare(
     wrt: tuple[str, ...],
     deterministic: bool,
 ) -> _Call:
-    """Check and plan a call. Views here have no owner, and no address but its alignment."""
-    given = {name: ArrayView(kind[0], *kind[1], None) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
-    arrays.check_together(given)
-    like = given["q"]
-    host_vectors = tuple(name for name, view in given.items() if view.device_id != like.device_id)
-    for name in host_vectors:  # they are copied to the device in C order
-        given[name] = given[name]._replace(strides=arrays.strides_of(given[name].shape, None))
+    """Check and plan a call."""
+    views = {name: arrays.describe(kind, name) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
+    arrays.check_together(views)
+    like = views["q"]
+    host_vectors = tuple(name for name, view in views.items() if view.device_id != like.device_id)
+    given = views | {name: arrays.fresh(views[name], views[name].shape, views[name].dtype) for name in host_vectors}  # as they are copied
     problem, operands, more = dense_backward(
         Operands(*[given.get(name) for name in Operands._fields]),
         BackwardOperands(*[given.get(name) for name in _NAMES[len(Operands._fields) :]]),
@@ -217,26 +230,35 @@ def _prepare(
         softmax_scale=softmax_scale,
         softcap=softcap,
     )
-    results = []
+    results = {}
     for name in problem.wrt:
         x = given[name]
-        order = arrays.storage_order(x) if name in ("q", "k", "v") else None
-        results.append((f"d{name}", (x.shape, x.dtype, order)))
+        made = arrays.fresh(like, x.shape, x.dtype, arrays.storage_order(x) if name in ("q", "k", "v") else None)
+        results[f"d{name}"] = made, arrays.allocator(made, like)
         if getattr(more, f"d{name}") is None:
-            fresh = x._replace(strides=arrays.strides_of(x.shape, order))
-            more = more._replace(**{f"d{name}": gradient_axes(f"d{name}", fresh, layout, like)})
+            more = more._replace(**{f"d{name}": gradient_axes(f"d{name}", made, layout, like)})
+    if like.device_id == HOST:
+        plan.backward(problem, HOST_SPEC)
+        return _Call(views, problem, operands, more, results, {}, None, layout, host_vectors)
+    launch.check_process()
     device = query(like.device_id)
     schedule = plan.backward(problem, device)
+    workspaces = {}
+    for name, num_bytes in schedule.workspaces:
+        made = arrays.fresh(like, (num_bytes,), "uint8")
+        workspaces[name] = made, arrays.allocator(made, like)
     numbers = params.numbers(problem.forward, operands), params.backward_numbers(problem, more)
-    return _Call(problem, operands, more, tuple(results), schedule, device, numbers, layout, like, host_vectors)
+    maps = launch.maps_of(schedule, operands._asdict() | {"dout": more.dout})
+    packing = launch.Packing("Q" * len(params.pointers(operands, None)), numbers, params.BACKWARD.size, *maps)
+    queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
+    return _Call(views, problem, operands, more, results, workspaces, queue, layout, host_vectors)
 
 
-def _run_on_host(call: _Call, views: dict[str, ArrayView | None], results: dict[str, ArrayView]) -> None:
+def _run_on_host(call: _Call, views: dict[str, ArrayView], results: dict[str, ArrayView]) -> None:
     def at(name: str, shaped: Any) -> Any:
-        view = views[name]
-        return None if view is None else arrays.on_host(shaped._replace(ptr=view.ptr, owner=view.owner))
+        return arrays.on_host(shaped._replace(owner=views[name].owner)) if name in views else None
 
     operands = Operands(*[at(name, shaped) for name, shaped in zip(Operands._fields, call.operands, strict=True)])
     given = [at(name, getattr(call.more, name)) for name in ("dout", "lse", "dlse")]
-    asked = {name: arrays.on_host(gradient_axes(name, view, call.layout, call.like)) for name, view in results.items()}
+    asked = {name: arrays.on_host(gradient_axes(name, view, call.layout, views["q"])) for name, view in results.items()}
     host_backward.attention_backward(call.problem, operands, BackwardOperands(*given, **asked))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
 from cupyflash.params import BACKWARD, FORWARD
-from cupyflash.variants import BwdBiasConfig, BwdConfig, SimpleConfig, Sm90Config, Variant
+from cupyflash.variants import BwdBiasConfig, BwdConfig, BwdSm90Config, SimpleConfig, Sm90Config, Variant
 
 
 class Unit(NamedTuple):
@@ -98,7 +98,8 @@ def _config(variant: Variant, arch: str) -> str:
             "kStagesQ": config.stages_q,
             "kPingPong": config.ping_pong,
             "kPersistent": config.persistent,
-            "kCluster": config.cluster,
+            "kStoreMap": variant.store_map,
+            "kOwnOut": config.own_out,
         }
     if isinstance(config, BwdConfig | BwdBiasConfig):
         numbers["kWarpsM"] = config.warps_m
@@ -108,14 +109,16 @@ def _config(variant: Variant, arch: str) -> str:
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
     lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]
     lines += [f"  static constexpr bool {name} = {'true' if flag in flags else 'false'};" for flag, name in _FLAGS.items()]
-    products = _wgmma(variant) if isinstance(config, Sm90Config) else ()
+    products = _wgmma(variant) if isinstance(config, Sm90Config | BwdSm90Config) else ()
     return "\n".join((*products, f"struct Config {{  // {variant.name}", *lines, "};"))
 
 
-def _wgmma(variant: Variant) -> tuple[str, str]:
-    """The two products of a variant as functions of one instruction each. wgmma names all of its registers, half as many as it is wide, so
-    its text is made here for the widths in use: S (64 x block_n), both operands in shared memory; O (64 x Dv), P in registers."""
-    assert isinstance(variant.config, Sm90Config)
+def _wgmma(variant: Variant) -> tuple[str, ...]:
+    """The products of a variant as functions of one instruction each. wgmma names all of its registers, half as many as it is wide, so its
+    text is made here for the widths in use. Both operands in shared memory: wgmma_ss, the right one with its rows along the reduction:
+    wgmma_ss_t; the left one in registers, the right one so: wgmma_rs."""
+    config = variant.config
+    assert isinstance(config, Sm90Config | BwdSm90Config)
     element = _TYPES[variant.dtype]
     kind = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype]
 
@@ -133,10 +136,17 @@ def _wgmma(variant: Variant) -> tuple[str, str]:
             f'               : {outputs}\n               : {a_operands}, "l"(b), "r"(accumulate));\n}}\n}}'
         )
 
-    return (
-        function("wgmma_ss", variant.config.block_n, "unsigned long long a", 1, '"l"(a)', "1, 1, 0, 0"),
-        function("wgmma_rs", variant.head_dim_v, "const unsigned (&a)[4]", 4, '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', "1, 1, 1"),
-    )
+    def in_memory(name: str, n: int, transposed: int) -> str:
+        return function(name, n, "unsigned long long a", 1, '"l"(a)', f"1, 1, 0, {transposed}")
+
+    def in_registers(n: int) -> str:
+        return function("wgmma_rs", n, "const unsigned (&a)[4]", 4, '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', "1, 1, 1")
+
+    if isinstance(config, Sm90Config):
+        return in_memory("wgmma_ss", config.block_n, 0), in_registers(variant.head_dim_v)
+    width_q = variant.head_dim if config.block_m == 128 else variant.head_dim // 2
+    widths = sorted({variant.head_dim, variant.head_dim_v})
+    return in_memory("wgmma_ss", config.block_m, 0), in_memory("wgmma_ss_t", width_q, 1), *(in_registers(n) for n in widths)
 
 
 def _checks(variant: Variant) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from cupyflash.errors import ArgumentError
 
@@ -48,19 +48,34 @@ FOREIGN = {
 
 
 def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse unknown keywords with the name that the option has here; the signature stays the function's own."""
-    known = frozenset(inspect.signature(function).parameters)
+    """Refuse unknown keywords with the name that the option has here; the signature stays the function's own.
+
+    That takes a wrapper, and 0.2 us of each call. A function for which this is much takes `**unknown: NoReturn`, raises `foreign_keyword`
+    itself, and is given back as it is, without that parameter in its signature.
+    """
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(own) < len(signature.parameters):
+        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return function
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            unknown = next((name for name in kwargs if name not in known), None)
-            if unknown is None:
+            if signature.parameters.keys() >= kwargs.keys():
                 raise
-        close = difflib.get_close_matches(unknown, known, n=1)
-        hint = FOREIGN.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
-        raise ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")
+        raise foreign_keyword(function, kwargs)
 
     return checked
+
+
+def foreign_keyword(function: Callable[..., Any], keywords: Mapping[str, Any]) -> ArgumentError:
+    """The error for the first of the keywords that the function does not take."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
+    unknown = next(name for name in keywords if name not in known)
+    close = difflib.get_close_matches(unknown, known, n=1)
+    hint = FOREIGN.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
+    return ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")

@@ -50,6 +50,17 @@ _NUMBERS_OF_BACKWARD = struct.Struct(f"<{len(_BACKWARD_NUMBERS)}q")
 UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
 
 
+def offset_of(name: str) -> int:
+    """Where in the structs a pointer lies, in bytes."""
+    names = [field for field, _ in FORWARD_FIELDS]
+    return 8 * names.index(name) if name in names else FORWARD.size + 8 * _BACKWARD_POINTERS.index(name)
+
+
+def pointers_given(operands: Operands, lse: Any) -> str:
+    """The struct codes of the first fields for the addresses of those that are not None; the others are padding, which is packed as 0."""
+    return "".join("8x" if view is None else "Q" for view in (*operands, lse))
+
+
 def pointers(views: Sequence[Any], lse: Any) -> list[int]:
     """The addresses of one call's operands and LSE, in the order of the struct; 0 for what is not used."""
     return [0 if view is None else view.ptr for view in (*views, lse)]

@@ -9,7 +9,19 @@ from typing import NamedTuple
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import AttentionProblem, BackwardProblem
-from cupyflash.variants import BACKWARD, FORWARD, MAX_HEAD_DIM, PLAIN, BwdConfig, FwdConfig, Row, SimpleConfig, Sm90Config, Variant
+from cupyflash.variants import (
+    BACKWARD,
+    FORWARD,
+    MAX_HEAD_DIM,
+    PLAIN,
+    BwdConfig,
+    BwdSm90Config,
+    FwdConfig,
+    Row,
+    SimpleConfig,
+    Sm90Config,
+    Variant,
+)
 
 
 class Step(NamedTuple):
@@ -21,7 +33,7 @@ class Step(NamedTuple):
     smem_bytes: int
     args: tuple[str, ...]
     why: str
-    boxes: tuple[tuple[str, int], ...] = ()  # the operands that are read by tensor maps, and how many rows at a time
+    boxes: tuple[tuple[str, int], ...] = ()  # the operands that are copied by tensor maps, and how many rows at a time
 
 
 class Plan(NamedTuple):
@@ -43,14 +55,10 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     if 0 in (p.batch, p.num_heads_q, p.seqlen_q):
         return Plan(())  # a grid of 0 is an error to the driver
     variant, why = _choose(p, device, FORWARD)
-    boxes: tuple[tuple[str, int], ...] = ()
-    if isinstance(variant.config, Sm90Config):
-        keys = variant.config.block_n // variant.config.cluster
-        boxes = (("q", variant.config.block_m), ("k", keys), ("v", keys))
     tiles = _num_tiles(p, variant)
     if isinstance(variant.config, Sm90Config) and variant.config.persistent:
         tiles = min(tiles, device.num_sms)
-    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, why, boxes),))
+    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, why, _boxes(variant)),))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,12 +69,13 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     if device.arch == "host":
         variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
         return Plan((Step(variant, (1, 1, 1), 0, 0, (), "the arrays are in host memory"),))
-    variant, why = _choose(p, device, BACKWARD)
     rows = p.batch * p.num_heads_q * p.seqlen_q
     slopes, sinks = ("alibi_slopes" in problem.wrt) * problem.slopes_batch * p.num_heads_q, ("sink" in problem.wrt) * p.num_heads_q
-    sums_q = False
-    if isinstance(variant.config, BwdConfig):
-        sums_q = bool({"k", "v"}.intersection(problem.wrt)) and "q" in problem.wrt and not (problem.deterministic or slopes)
+    sums_q = bool({"k", "v"}.intersection(problem.wrt)) and "q" in problem.wrt and not (problem.deterministic or slopes)
+    variant, why = _choose(p, device, BACKWARD if sums_q else tuple(row for row in BACKWARD if not isinstance(row.config, BwdSm90Config)))
+    tiled = isinstance(variant.config, BwdConfig | BwdSm90Config)
+    sums_q = sums_q and tiled
+    if tiled:
         gradients = _tiled(problem, variant, why, sums_q)
     else:
         results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
@@ -77,17 +86,29 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         *_by_rows(variant, "bwd_sum", slopes + sinks, "sums over rows, in one order", "alibi", "sink"),
     )
     args = (*(name for name, used in _buffers(p).items() if used), "lse", "dout", *(f"d{name}" for name in problem.wrt))
-    steps = tuple(Step(v, (_grid(v, blocks), 1, 1), v.threads, v.smem_bytes, args, reason) for v, blocks, reason in kernels if blocks)
+    steps = tuple(
+        Step(v, (_grid(v, blocks), 1, 1), v.threads, v.smem_bytes, args, reason, _boxes(v)) for v, blocks, reason in kernels if blocks
+    )
     row_bytes = rows * (8 if p.dtype == "float64" else 4)
     workspaces = {
         "row_lse": row_bytes,
         "row_delta": row_bytes,
         "row_slope": row_bytes if slopes else 0,
         "row_sink": row_bytes if sinks else 0,
-        "row_reference": row_bytes if isinstance(variant.config, BwdConfig) else 0,
+        "row_reference": row_bytes if tiled else 0,
         "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 16) * variant.head_dim * 4 if sums_q else 0,
     }
     return Plan(steps, tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta")))
+
+
+def _boxes(variant: Variant) -> tuple[tuple[str, int], ...]:
+    c = variant.config
+    if isinstance(c, BwdSm90Config):
+        return ("q", c.block_m), ("k", c.block_n), ("v", c.block_n), ("dout", c.block_m)
+    if not isinstance(c, Sm90Config):
+        return ()
+    boxes: tuple[tuple[str, int], ...] = (("q", c.block_m), ("k", c.block_n), ("v", c.block_n))
+    return (*boxes, ("out", 8 if c.own_out else 16)) if variant.store_map else boxes  # rows of a warp
 
 
 _Launch = tuple[Variant, int, str]  # how many blocks, and why
@@ -107,23 +128,25 @@ def _companions(variant: Variant) -> tuple[Variant, ...]:
 def _tiled(problem: BackwardProblem, variant: Variant, why: str, sums_q: bool) -> tuple[_Launch, ...]:
     """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
     p, c = problem.forward, variant.config
-    assert isinstance(c, BwdConfig)
+    assert isinstance(c, BwdConfig | BwdSm90Config)
     heads = p.batch * p.num_heads_q
-    dq, dbias = _companions(variant)
     launches: list[_Launch] = []
     if {"k", "v"}.intersection(problem.wrt):
         blocks = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
-        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if sums_q else variant, blocks, why))
+        adds = sums_q and isinstance(c, BwdConfig)  # the others always do
+        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, why))
     if sums_q:
         convert = variant._replace(family="bwd_convert", config=_BY_WARPS)
         launches.append((convert, _blocks_of(convert, heads * _ceil_div(p.seqlen_q, 16)), "dq from its sums"))
-    elif {"q", "alibi_slopes"}.intersection(problem.wrt):
-        blocks = heads * _ceil_div(p.seqlen_q, c.rows.block_m)
-        launches.append((dq, blocks, "dq in one order of additions"))
-    if "bias" in problem.wrt:
-        *axes, sq, sk = problem.bias_shape
-        blocks = math.prod(axes) * _ceil_div(sq, c.block_m) * _ceil_div(sk, c.block_n)
-        launches.append((dbias, blocks, "dbias, a tile a block"))
+    if isinstance(c, BwdConfig):
+        dq, dbias = _companions(variant)
+        if not sums_q and {"q", "alibi_slopes"}.intersection(problem.wrt):
+            blocks = heads * _ceil_div(p.seqlen_q, c.rows.block_m)
+            launches.append((dq, blocks, "dq in one order of additions"))
+        if "bias" in problem.wrt:
+            *axes, sq, sk = problem.bias_shape
+            blocks = math.prod(axes) * _ceil_div(sq, c.block_m) * _ceil_div(sk, c.block_n)
+            launches.append((dbias, blocks, "dbias, a tile a block"))
     return tuple(launches)
 
 
@@ -162,7 +185,13 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
         if row.arch not in (None, device.arch) or (row.arch and not p.tensor_maps):
             continue
         variant = _variant(p, row)
-        if not (row.options or PLAIN.issuperset(variant.flags)) or row.causal not in (None, "causal" in variant.flags):
+        if not (row.options or PLAIN[row.family].issuperset(variant.flags)):
+            continue
+        if row.causal not in (None, "causal" in variant.flags or "local" in variant.flags):
+            continue
+        if row.longest is not None and p.seqlen_k > row.longest:
+            continue
+        if isinstance(row.config, BwdSm90Config) and not row.config.serves(variant.head_dim):
             continue
         smem_bytes = max(v.smem_bytes for v in (variant, *_companions(variant)))
         if smem_bytes <= device.smem_bytes:
@@ -221,9 +250,7 @@ def _buffers(p: AttentionProblem) -> dict[str, bool]:
 def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     """Blocks of a one-dimensional grid, which may be 2^31 - 1 long; y and z end at 65535, fewer than some batch x heads."""
     heads = p.batch * p.num_heads_q
-    if isinstance(variant.config, Sm90Config):
-        return _ceil_div(p.seqlen_q, variant.config.cluster * variant.config.block_m) * variant.config.cluster * heads
-    if isinstance(variant.config, FwdConfig):
+    if isinstance(variant.config, FwdConfig | Sm90Config):
         return _ceil_div(p.seqlen_q, variant.config.block_m) * heads
     return _blocks_of(variant, p.seqlen_q * heads)
 

@@ -68,7 +68,7 @@ class AttentionProblem(NamedTuple):
     seqused_k: bool = False
     write_lse: bool = False
     aligned16: bool = True  # every row of q, k, v and out starts at a multiple of 16 bytes
-    tensor_maps: bool = True  # tensor maps (TMA) can describe q, k and v
+    tensor_maps: bool = True  # tensor maps (TMA) can describe q, k, v and out
 
     @property
     def lse_dtype(self) -> str:
@@ -173,7 +173,7 @@ def dense(
         seqused_q=arrays.seqused_q is not None,
         seqused_k=arrays.seqused_k is not None,
         write_lse=return_lse,
-        tensor_maps=_aligned16(q, k, v) and all(_mappable(view) for view in (q, k, v)),
+        tensor_maps=all(_aligned16(view) and _mappable(view) for view in (q, k, v, out) if view is not None),
         aligned16=_aligned16(q, k, v) and (_aligned16(out) if out is not None else head_dim_v * ITEMSIZE[out_dtype or q.dtype] % 16 == 0),
     )
     scores = (batch, num_heads_q, seqlen_q, seqlen_k)
@@ -230,7 +230,9 @@ def dense_backward(
     aligned16 = problem.aligned16 and dout.strides[-1] == 1 and _aligned16(dout, *results.values())
     used = tuple(name for name in DIFFERENTIABLE if name in names and getattr(arrays, name) is not None)
     asked = BackwardProblem(
-        forward=problem._replace(aligned16=aligned16),
+        forward=problem._replace(
+            aligned16=aligned16, tensor_maps=problem.tensor_maps and dout.strides[-1] == 1 and _aligned16(dout) and _mappable(dout)
+        ),
         wrt=used,
         dlse=dlse is not None,
         deterministic=bool(deterministic),

@@ -44,7 +44,7 @@ class Sm90Config(NamedTuple):
     stages_q: int = 1
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     persistent: bool = False  # one block an SM, which computes tile after tile
-    cluster: int = 1  # blocks of neighbouring rows that copy K and V for each other
+    own_out: bool = False  # rows leave through memory of their own, so that Q's is free for the next tile after the last product
 
     @property
     def warps(self) -> int:
@@ -52,7 +52,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        extras = "p" * self.ping_pong + "t" * self.persistent + "c2" * (self.cluster == 2)
+        extras = "p" * self.ping_pong + "t" * self.persistent + "o" * self.own_out
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 
@@ -108,7 +108,28 @@ class BwdConfig(NamedTuple):
         return BwdBiasConfig(self.block_m, self.block_n, min(8, self.block_m * self.block_n // 256), 2)
 
 
-Config = SimpleConfig | FwdConfig | Sm90Config | BwdRowsConfig | BwdBiasConfig | BwdConfig
+class BwdSm90Config(NamedTuple):
+    """`bwd_sm90`: a warpgroup that copies, and two with 64 of block_n keys each, whom block_m query rows at a time pass by; Q and dO have
+    `stages` buffers."""
+
+    block_m: int
+    block_n: int
+    stages: int
+
+    @property
+    def warps(self) -> int:
+        return 12
+
+    @property
+    def tile(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+
+    def serves(self, head_dim: int) -> bool:
+        """Of dQ a warpgroup computes 64 rows, of any width up to 64 columns, or 64 of 128 columns."""
+        return head_dim <= 64 if self.block_m == 128 else head_dim == 128
+
+
+Config = SimpleConfig | FwdConfig | Sm90Config | BwdRowsConfig | BwdBiasConfig | BwdConfig | BwdSm90Config
 
 
 class Variant(NamedTuple):
@@ -138,13 +159,24 @@ class Variant(NamedTuple):
         return 32 * self.config.warps if self.config is not None else 0
 
     @property
+    def store_map(self) -> bool:
+        """Whether the tensor memory accelerator writes the result: through the memory of Q's tile, where it must fit."""
+        half = not {"outfloat32", "outfloat64"} & set(self.flags)
+        return isinstance(self.config, Sm90Config) and half and _panel_bytes(self.head_dim_v) <= _panel_bytes(self.head_dim)
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         c = self.config
-        if isinstance(c, Sm90Config):  # panels of 64 columns; then the barriers, and up to the next kilobyte
+        if isinstance(c, Sm90Config):  # panels of 64 columns; then barriers and works, and up to the next kilobyte
             keys = c.stages * c.block_n * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
-            return -(-(queries + keys + 8 * (2 * c.stages_q + 4 * c.stages)) // 1024) * 1024
+            results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
+            return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + 2 * _WORK_BYTES) // 1024) * 1024
+        if isinstance(c, BwdSm90Config):  # as above; dS twice, LSE and delta, barriers
+            operands = (c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
+            rest = 2 * c.block_m * _panel_bytes(c.block_n) + c.stages * c.block_m * 2 * 4 + 8 * (1 + 4 * c.stages)
+            return -(-(operands + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig):
             return 0
         row, key = c.block_m * _pitch_bytes(self.head_dim), c.block_n * _pitch_bytes(self.head_dim)  # Q and K
@@ -170,16 +202,23 @@ def _panel_bytes(width: int) -> int:
     return -(-width // 64) * 128
 
 
+_WORK_BYTES = 64  # Work in softmax.cuh
+
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
-# What the rows that are not for `options` serve: nothing else joins the score, and every row of memory can be read 16 bytes at a time.
-PLAIN = frozenset({"causal", "lse"})
+# What the rows that are not for `options` serve: nothing else joins the score, and every row of memory can be read 16 bytes at a time. In
+# fwd_sm90 a window, a sink and used lengths take no registers from the loop.
+PLAIN = {
+    "fwd_sm80": frozenset({"causal", "lse"}),
+    "fwd_sm90": frozenset({"causal", "lse", "local", "sink", "sinkf32", "used"}),
+    "bwd_sm90": frozenset({"causal", "local", "sink", "sinkf32"}),
+}
 
 
 class Row(NamedTuple):
     """One line of a table. It fits a problem whose head dims are at most `head_dim`, on a device of `capability` or newer that has the
-    shared memory; only with `options` does it serve flags beyond PLAIN."""
+    shared memory; only with `options` does it serve flags beyond its family's PLAIN."""
 
     family: str
     dtypes: tuple[str, ...]
@@ -189,7 +228,8 @@ class Row(NamedTuple):
     config: Config
     why: str
     arch: str | None = None  # the only one that has its instructions
-    causal: bool | None = None  # only causal calls, only others, or any
+    causal: bool | None = None  # only calls under a causal mask or a window, only others, or any
+    longest: int | None = None  # only calls of at most so many keys
 
 
 _HALF = ("float16", "bfloat16")
@@ -200,31 +240,48 @@ def _sm80(head_dim: int, options: bool, block_m: int, block_n: int, warps: int, 
     return Row("fwd_sm80", _HALF, head_dim, 80, options, FwdConfig(block_m, block_n, 2, warps), why)
 
 
-def _sm90(head_dim: int, options: bool, block_m: int, block_n: int, why: str, causal: bool | None = None) -> Row:
-    return Row("fwd_sm90", _HALF, head_dim, 90, options, Sm90Config(block_m, block_n, 2), why, "90a", causal)
+def _sm90(head_dim: int, options: bool, config: Sm90Config, why: str, causal: bool | None = None, longest: int | None = None) -> Row:
+    return Row("fwd_sm90", _HALF, head_dim, 90, options, config, why, "90a", causal, longest)
+
+
+# Persistent, with two tiles of Q; with one of Q, and rows of O in memory of their own. Ping-pong: `turns`.
+def _two_q(block_m: int, block_n: int, stages: int = 2, turns: bool = False) -> Sm90Config:
+    return Sm90Config(block_m, block_n, stages, 2, turns, persistent=True)
+
+
+def _own_out(block_m: int, block_n: int, stages: int = 2, turns: bool = False) -> Sm90Config:
+    return Sm90Config(block_m, block_n, stages, 1, turns, persistent=True, own_out=True)
 
 
 # TFLOP/s are of an H200 (2026-11-29, bf16, one batch, S = 16384, heads x D = 2048, not causal), all rows of a width and torch's FA2 in one
 # process. Spills are in the prologue and in what is read once a key block.
 FORWARD = (
-    _sm90(64, False, 192, 112, "543, against 513 for 192x128 with a row maximum in the loop; cuDNN 447"),
-    _sm90(96, False, 128, 128, "not measured"),
-    _sm90(128, False, 192, 80, "726, against 692 for 128x128 and 675 for 128x176; cuDNN 588", causal=False),
-    _sm90(128, False, 128, 128, "673, against 640 for 192x80 and 666 for 128x176; cuDNN 510", causal=True),
-    _sm90(192, False, 128, 112, "not measured"),
-    _sm90(256, False, 128, 80, "722; cuDNN 614"),
-    _sm90(128, True, 128, 128, "the same: all options together leave it without spills"),
-    _sm90(256, True, 128, 48, "what all options together leave without spills"),
+    _sm90(64, False, _own_out(256, 64, 3, turns=True), "585; 573 for 192x128; at S = 1024 508 and 430; cuDNN 449 and 398", causal=False),
+    _sm90(64, False, _own_out(256, 64, 3), "564, against 550 with turns; at S = 1024 390 and 341; cuDNN 442 and 312", causal=True),
+    _sm90(96, False, _two_q(128, 128), "not measured"),
+    _sm90(128, False, _two_q(128, 96, 3), "at S = 1024 583, 560 for 192x80 and 558 for 192x64; cuDNN 518", causal=False, longest=1024),
+    _sm90(128, False, _two_q(192, 64, 3, turns=True), "734; 735 for 192x80; at S = 2048 667 and 658; cuDNN 598 and 552", causal=False),
+    _sm90(128, False, _two_q(192, 64, 3), "684; 666 for 128x128; at S = 1024 434 and 422; cuDNN 514 and 372", causal=True),
+    _sm90(192, False, _own_out(128, 96), "not measured"),
+    _sm90(
+        256,
+        False,
+        _own_out(128, 64),
+        "755; 754 for 128x80 with a block for each tile; at S = 1024 643 and 596; FA3 742 and 624",
+    ),
+    _sm90(128, True, Sm90Config(128, 80, 2), "all options together leave it without spills"),
+    _sm90(256, True, Sm90Config(128, 48, 2), "what all options together leave without spills"),
     _sm80(32, False, 128, 64, 4, "242, against 237 for 128x128; FA2 222"),
-    _sm80(64, False, 128, 128, 4, "342, and 349 causal where 128x96 has 334, in spite of 20 to 44 bytes of spills; FA2 308"),
+    _sm80(64, False, 128, 128, 4, "342, and 349 causal where 128x96 has 334, in spite of 16 to 24 bytes of spills (sm_100: 72); FA2 308"),
     _sm80(96, False, 128, 48, 4, "343, against 314 for 128x64 and 313 for 128x96; FA2 338"),
-    _sm80(128, False, 128, 64, 4, "397, against 375 for 256x64 with 8 warps, in spite of 48 to 56 bytes of spills; FA2 357"),
-    _sm80(192, False, 128, 32, 4, "339, against 299 for 128x64 with 8 warps and 210 for 64x64, in spite of 108 bytes of spills; FA2 326"),
+    _sm80(128, False, 128, 64, 4, "397, against 375 for 256x64 with 8 warps, in spite of 28 to 48 bytes of spills; FA2 357"),
+    _sm80(192, False, 128, 32, 4, "339, against 299 for 128x64 with 8 warps and 210 for 64x64, with 40 to 84 bytes of spills; FA2 326"),
     _sm80(256, False, 128, 64, 8, "301, against 250 for 128x32 and 229 for 64x64 with 4 warps; FA2 329; 196 kB of shared memory"),
     _sm80(128, True, 64, 64, 4, "the most that all options together leave without spills"),
     _sm80(256, True, 64, 32, 4, "the same at 256; 96 kB, for SMs of 100 kB as well"),
     Row("fwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )
+
 
 def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: str, why: str) -> Row:
     """`keys` and `rows` are tiles as in the names of kernels: m64n64s2w4g222 of bwd_sm80, m128n32s2w4 of bwd_sm80_dq."""
@@ -235,6 +292,8 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 
 # The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for.
 BACKWARD = (
+    Row("bwd_sm90", _HALF, 64, 90, False, BwdSm90Config(128, 128, 2), "not measured", "90a"),
+    Row("bwd_sm90", _HALF, 128, 90, False, BwdSm90Config(64, 128, 2), "not measured", "90a"),
     _bwd_sm80(128, 80, True, "m64n64s2w4g222", "m64n32s2w4", "not measured"),
     Row("bwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )

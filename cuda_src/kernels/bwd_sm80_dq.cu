@@ -57,11 +57,11 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   RowVectors<kTiles> rows;
   float rdQ[kTiles][C::kHeadDim / 8][4] = {};
   float slope[kTiles][2] = {};  // this lane's part of the sum over keys of dS * distance
-  if (w.key_first < w.key_last) {
+  if (w.keys.first < w.keys.last) {
     const int valid = w.s.used_q - w.row;
     const auto* gQ = static_cast<const Element*>(f.q) + w.b * f.q_stride_batch + w.h * f.q_stride_head + w.row * f.q_stride_seq;
-    const auto* gdO = static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + w.h * p.dout_stride_head +
-                      w.row * p.dout_stride_seq;
+    const auto* gdO =
+        static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + w.h * p.dout_stride_head + w.row * p.dout_stride_seq;
     constexpr bool kByElement = C::kUnaligned || !kSame<Element, typename C::Out>;
     load_tile<typename M::TileQ, kThreads, true, C::kUnaligned>(smem.q, gQ, f.q_stride_seq, valid, f.head_dim);
     if constexpr (kByElement) {
@@ -69,25 +69,26 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
     } else {
       load_tile<typename M::TileO, kThreads, true, false>(smem.dout, gdO, p.dout_stride_seq, valid, f.head_dim_v);
     }
-    load_keys(Constant<true>{}, w.key_last - 1);
+    load_keys(Constant<true>{}, w.keys.last - 1);
     const long long row = head_row + w.row + warp_row;
     read_vectors(rows, p.row_reference + row, static_cast<const float*>(p.row_delta) + row, valid - warp_row);
   }
   auto step = [&](auto masked, int j) {
     cp_async_wait<0>();
     __syncthreads();  // block j has arrived for all threads, and all have done with the buffers of block j + 1
-    if (j > w.key_first) load_keys(Constant<false>{}, j - 1);
+    if (j > w.keys.first) load_keys(Constant<false>{}, j - 1);
     float rS[kTiles][C::kBlockN / 8][4], rdP[kTiles][C::kBlockN / 8][4];
     multiply_qk<Element, typename M::TileQ, typename M::TileK, kTiles, C::kBlockN, C::kHeadDim>(rS, smem.q, smem.k[j % 2], warp_row);
-    multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rdP, smem.dout, smem.v[j % 2], warp_row, 0, rows.minus_delta);
+    multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rdP, smem.dout, smem.v[j % 2], warp_row, 0,
+                                                                                                 rows.minus_delta);
     gradient_step<C, decltype(masked)::value, kTiles, C::kBlockN>(
         f, w.context, w.s, w.row + warp_row, j * C::kBlockN, rS, rdP, rows, [&](int m, int, int e, int i, int key, float d_score) {
           if constexpr (C::kAlibi) slope[m][e / 2] += d_score * static_cast<float>(abs(i + w.s.offset - key));
         });
     multiply_pv<Element, typename M::TileK, kTiles, C::kBlockN, C::kHeadDim>(rdQ, rdP, smem.k[j % 2]);
   };
-  for (int j = w.key_last - 1; j >= w.key_first; --j) {
-    if (w.is_full(j)) {
+  for (int j = w.keys.last - 1; j >= w.keys.first; --j) {
+    if (w.keys.is_full(j)) {
       step(Constant<false>{}, j);
     } else {
       step(Constant<true>{}, j);

@@ -1,25 +1,24 @@
-// bwd_sm90.cu: dK, dV and the sums of dQ, by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm90.cu and
-// bwd_sm80.cu; bwd_delta.cu has run before it, bwd_convert.cu runs after it.
+// bwd_sm90.cu: dK, dV and the sums of dQ, by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after
+// fwd_sm90.cu and bwd_sm80.cu; bwd_delta.cu has run before it, bwd_convert.cu runs after it.
 //
 // Algorithm  FlashAttention-3's backward (arXiv 2407.08608, appendix B): a block of keys stays, the blocks of rows pass by. S^T = K Q^T and
-//            dP^T = V dO^T have the keys as rows, so that P^T and dS^T are the left operands of dV and dK where they are, in registers. Only
-//            dS goes through shared memory, for dQ = dS K.
+//            dP^T = V dO^T have the keys as rows, so that P^T and dS^T are the left operands of dV and dK where they are, in registers.
+//            Only dS goes through shared memory, for dQ = dS K.
 // Work       One block computes kBlockN keys of one key head: all query heads that read it, one after another, so no sum over them is left.
 // Walk       From the last visible row block down to the first, of each query head.
-// Threads    Warpgroup 0 copies: a thread queues the tiles, a warp fetches LSE and delta. The other two have 64 keys each of S, dP, dK and dV;
+// Threads    Warpgroup 0 copies: a thread queues the tiles, a warp fetches LSE and delta. The other two have 64 keys each of S, dP, dK and
+// dV;
 //            of dQ each has half: of the columns, or of the rows where a block has 128.
 // Smem       sK, sV; kStages tiles of Q and of dO with their vectors; dS twice, so that one barrier a row block is enough.
 // dQ         Added to dq_sum by atomics, in no fixed order; bwd_convert makes dQ of it.
 // Edges      Rows past Sq are zeros with LSE = +inf: P = 0. Keys past their used length are masked.
 // Way out    As bwd_sm80: a key whose dK or dV is not finite is computed again by key_gradient.
 #include "../primitives/gradient.cuh"
+#include "../primitives/tma.cuh"
 #include "../primitives/wgmma.cuh"
 
 namespace cupyflash {
 
-struct alignas(64) TensorMap {
-  unsigned long long words[16];
-};
 struct TensorMaps {
   TensorMap q, k, v, dout;  // 4-D: column, row, head, batch
 };
@@ -40,15 +39,6 @@ struct Smem {
   float delta[C::kStages][C::kBlockM];
   alignas(8) unsigned long long keys_full, q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
 };
-
-// Scope: one thread. Queues the copy of a tile, panel by panel.
-template <class T>
-__device__ inline void load_panels(const char* tile, const TensorMap& map, unsigned long long& barrier, int row, int head, int batch) {
-#pragma unroll
-  for (int n = 0; n < T::kCount; ++n) {
-    tma_load(smem_address(tile + n * T::kPanelBytes), &map, smem_address(&barrier), 64 * n, row, head, batch);
-  }
-}
 
 // The row blocks that pass by a block of keys: of each query head that reads it, from the last to the first.
 template <class C>
@@ -89,11 +79,9 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
     for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
       const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
       mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
-      mbarrier_arrive_expect(smem_address(&smem.q_full[stage]), M::TileQ::kBytes);
-      load_panels<typename M::TileQ>(smem.q[stage], maps.q, smem.q_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+      load_tile_of<typename M::TileQ>(smem.q[stage], maps.q, smem.q_full[stage], rows.i * C::kBlockM, rows.h, w.b);
       mbarrier_wait(smem_address(&smem.dout_empty[stage]), parity);
-      mbarrier_arrive_expect(smem_address(&smem.dout_full[stage]), M::TileO::kBytes);
-      load_panels<typename M::TileO>(smem.dout[stage], maps.dout, smem.dout_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+      load_tile_of<typename M::TileO>(smem.dout[stage], maps.dout, smem.dout_full[stage], rows.i * C::kBlockM, rows.h, w.b);
     }
   } else if (threadIdx.x / 32 == 1) {
     RowBlocks<C> rows(f, w);
@@ -211,7 +199,8 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     named_barrier_sync(1, 256);  // dS of both warpgroups is there, and both have done with the other buffer
     float rdQ[1][kWidthQ / 8][4];
     wgmma_fence();
-    issue_dq<Element, C::kBlockM, C::kBlockN, kWidthQ>(rdQ, sdS + (kByRows ? g * 64 * 128 : 0), sK + (kByRows ? 0 : g * M::TileK::kPanelBytes));
+    issue_dq<Element, C::kBlockM, C::kBlockN, kWidthQ>(rdQ, sdS + (kByRows ? g * 64 * 128 : 0),
+                                                       sK + (kByRows ? 0 : g * M::TileK::kPanelBytes));
     wgmma_commit();
     issue_pv<Element, C::kBlockM, C::kHeadDim>(rdK, rdS, sQ, 1);
     wgmma_commit();

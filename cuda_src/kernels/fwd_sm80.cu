@@ -69,10 +69,10 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
     }
   }
 
-  if (w.key_first < w.key_last) {
+  if (!w.keys.empty()) {
     load_tile<typename S::TileQ, kThreads, true, C::kUnaligned>(smem.q, gQ + w.row * p.q_stride_seq, p.q_stride_seq, w.s.used_q - w.row,
                                                                 p.head_dim);
-    load_keys(Constant<true>{}, w.key_last - 1);
+    load_keys(Constant<true>{}, w.keys.last - 1);
     if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
       cp_async_wait<0>();
       __syncthreads();  // Q is there
@@ -83,22 +83,22 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
     constexpr bool kMasked = decltype(masked)::value;
     cp_async_wait<0>();
     __syncthreads();  // block j has arrived for all threads, and all have done with the buffers of block j + 1
-    if (j > w.key_first) load_keys(Constant<false>{}, j - 1);
+    if (j > w.keys.first) load_keys(Constant<false>{}, j - 1);
     float rS[kTiles][C::kBlockN / 8][4];
     multiply_qk<Element, typename S::TileQ, typename S::TileK, kTiles, C::kBlockN, C::kHeadDim>(rS, smem.q, smem.k[j % 2], warp_row);
     softmax_step<C, kMasked, kTiles>(p, w, j, rS, state, warp_row, [&] { rescale_output<C, kTiles>(rO, state); });
     multiply_pv<Element, typename S::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rO, rS, smem.v[j % 2]);
   };
-  for (int j = w.key_last - 1; j >= w.key_first; --j) {
-    if (w.is_full(j)) {
+  for (int j = w.keys.last - 1; j >= w.keys.first; --j) {
+    if (w.keys.is_full(j)) {
       step(Constant<false>{}, j);
     } else {
       step(Constant<true>{}, j);
     }
   }
 
-  auto store = [&](int row, int column, float low, float high) { store_pair<C>(p, w, w.row + warp_row + row, column, low, high); };
-  unsigned again = finish<C, kTiles>(p, w, rO, state, warp_row, store);
+  auto store = [&](int row, int column, Pair<typename C::Out> pair) { store_pair<C>(p, w, w.row + warp_row + row, column, pair); };
+  unsigned again = finish<C, kTiles>(p, w, rO, state, warp_row, store, [](int) {});
   __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
   for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
 }

@@ -1,23 +1,21 @@
 // fwd_sm90.cu: attention forward by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm80.cu.
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
-// Work       A tile is kBlockM rows of one head. A block takes one tile, or, where the grid is smaller, every gridDim-th, there and back,
-// so
-//            that long and short ones come together. Under a causal mask the longest come first.
+// Work       A tile is kBlockM rows of one head. A block takes one tile, or, where the grid is smaller, every gridDim-th, there and back.
 // Walk       From the last visible key block down to the first.
-// Threads    Warpgroup 0 copies: one thread queues all loads. The others have 64 rows of S and O each, in registers.
-// Smem       sQ, then kStages tiles of K and of V, each with a barrier that says "full" and one that says "empty".
+// Threads    Warpgroup 0 copies: one thread decides what is next and queues all loads. The others have 64 rows of S and O each, in
+//            registers, and do what they find in shared memory; of the key blocks of the tile each passes over those it does not see.
+// Smem       kStagesQ tiles of Q, each with its Work, then kStages tiles of K and of V; a barrier that says "full" and one that says
+//            "empty" for each.
 // Way out    As fwd_sm80: a row that left the range is computed again by attend_row.
 #include "../primitives/softmax.cuh"
+#include "../primitives/tma.cuh"
 #include "../primitives/wgmma.cuh"
 
 namespace cupyflash {
 
-struct alignas(64) TensorMap {
-  unsigned long long words[16];
-};
 struct TensorMaps {
-  TensorMap q, k, v;  // 4-D: column, row, head, batch
+  TensorMap q, k, v, out;  // 4-D: column, row, head, batch
 };
 
 template <class C>
@@ -25,162 +23,122 @@ struct Smem {
   using TileQ = Panels<C::kBlockM, C::kHeadDim>;
   using TileK = Panels<C::kBlockN, C::kHeadDim>;
   using TileV = Panels<C::kBlockN, C::kHeadDimV>;
+  using TileO = Panels<8, C::kHeadDimV>;
   alignas(1024) char q[C::kStagesQ][TileQ::kBytes];
   alignas(1024) char k[C::kStages][TileK::kBytes];
   alignas(1024) char v[C::kStages][TileV::kBytes];
+  alignas(1024) char o[C::kOwnOut ? C::kBlockM / 16 : 1][C::kOwnOut ? TileO::kBytes : 1024];  // of a warp
   alignas(8) unsigned long long q_full[C::kStagesQ], q_empty[C::kStagesQ];
   unsigned long long k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-
-  // Where 16 bytes of a row lie in a tile of Q.
-  __device__ static char* at(char* q, int row, int chunk) {
-    return q + chunk / 8 * TileQ::kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
-  }
+  Work<C> work[2];  // of this tile and the next in turn, its keys those that are copied; row -1: there is no more
 };
 
-struct alignas(16) Chunk {
-  unsigned words[4];
-};
-
-// Whether the rows of O fit those of Q.
-template <class C>
-constexpr bool kStaged = sizeof(typename C::Out) == 2 && !C::kUnaligned && (C::kHeadDimV + 63) / 64 <= (C::kHeadDim + 63) / 64;
-
-// A ring of kStages buffers: how many of them have been used, which says where the next one is and the parity of its phase.
-template <int kStages>
-struct Ring {
-  unsigned used = 0;
-  __device__ unsigned stage() const { return used % kStages; }
-  __device__ unsigned parity() const { return used / kStages % 2; }
-};
-
-// Scope: one thread. Queues the copy of a tile, panel by panel; in a cluster each block copies its half of the rows to both.
-template <class T, int kRows, int kCluster = 1>
-__device__ inline void load_panels(const char* tile, const TensorMap& map, unsigned barrier, int row, int head, int batch) {
-  mbarrier_arrive_expect(barrier, T::kBytes);
-  const int half = kCluster == 2 ? cluster_rank() * (kRows / 2) : 0;
-#pragma unroll
-  for (int n = 0; n < T::kCount; ++n) {
-    const unsigned target = smem_address(tile + n * T::kPanelBytes + half * 128);
-    if constexpr (kCluster == 2) {
-      tma_load_multicast(target, &map, barrier, 64 * n, row + half, head, batch);
-    } else {
-      tma_load(target, &map, barrier, 64 * n, row, head, batch);
-    }
-  }
+// Where 16 bytes of a row lie in panels.
+__device__ inline char* chunk_of(char* panels, int panel_bytes, int row, int chunk) {
+  return panels + chunk / 8 * panel_bytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
 }
 
-// Scope: warp. A buffer is free again, for all blocks whose copies it receives.
-template <int kCluster>
-__device__ inline void release(unsigned long long& barrier) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (kCluster == 2) {
-    if (lane < 2) mbarrier_arrive_at(smem_address(&barrier), lane);
-  } else {
-    if (lane == 0) mbarrier_arrive(smem_address(&barrier));
-  }
-}
-
-// The tiles of one block in turn. All threads of a block walk the same ones.
-template <class C>
-struct Tiles {
-  int pass = 0;
-
-  // The next tile, or -1.
-  __device__ int next(const ForwardParams& p) {
-    if constexpr (!C::kPersistent) return pass++ ? -1 : static_cast<int>(blockIdx.x);
-    const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
-    const long long tile = static_cast<long long>(pass++) * grid + place;
-    return tile < static_cast<long long>(row_blocks(p)) * p.batch * p.num_heads_q ? static_cast<int>(tile) : -1;
-  }
-
-  // Of a head; in a cluster, whose two blocks take neighbours, an even number.
-  __device__ static int row_blocks(const ForwardParams& p) {
-    constexpr int kRows = C::kCluster * C::kBlockM;
-    return (p.seqlen_q + kRows - 1) / kRows * C::kCluster;
-  }
-
-  __device__ static Work<C> work(const ForwardParams& p, int tile) {
-    const int row_blocks = Tiles::row_blocks(p), heads = p.batch * p.num_heads_q;
-    if constexpr (C::kCausal) {
-      // Heads whose K and V share the L2 (32 MB of it) make a section, in it the longest row blocks of all heads come first.
-      const long long bytes = 2ll * p.seqlen_k * (p.head_dim + p.head_dim_v);
-      const int group = p.num_heads_q / p.num_heads_kv;
-      const int section = static_cast<int>(max(1ll, min(static_cast<long long>(heads), (32ll << 20) / max(bytes, 1ll) * group)));
-      const int first = tile / (section * row_blocks) * section, inside = tile % (section * row_blocks);
-      const int wide = min(section, heads - first);
-      const int n = inside / C::kCluster, neighbour = inside % C::kCluster;
-      return Work<C>(p, first + n % wide, row_blocks - 1 - n / wide * C::kCluster - neighbour);
-    } else {
-      return Work<C>(p, tile / row_blocks, row_blocks - 1 - tile % row_blocks);
-    }
-  }
-};
-
-struct BlockRange {
-  int first, last;
-};
-
-// The key blocks that are copied for a tile: those it sees, in a cluster those that it or its neighbour sees.
-template <class C>
-__device__ inline BlockRange copied_blocks(const ForwardParams& p, const Work<C>& w) {
-  if constexpr (C::kCluster == 1) return {w.key_first, w.key_last};
-  const int row = w.row / (2 * C::kBlockM) * (2 * C::kBlockM);
-  const KeyRange keys = visible_keys<C>(p, w.s, row, min(row + 2 * C::kBlockM, w.s.used_q));
-  if (row >= w.s.used_q || keys.first >= keys.last) return {0, 0};
-  return {keys.first / C::kBlockN, (keys.last + C::kBlockN - 1) / C::kBlockN};
-}
-
-// Blocks that only the neighbour sees: waited for and released.
+// Blocks of keys that other warpgroups multiply: waited for and released.
 template <class C>
 __device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
   for (; count > 0; --count) {
     mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
-    release<C::kCluster>(smem.k_empty[k.stage()]);
+    release(smem.k_empty[k.stage()]);
     mbarrier_wait(smem_address(&smem.v_full[k.stage()]), k.parity());
-    release<C::kCluster>(smem.v_empty[k.stage()]);
+    release(smem.v_empty[k.stage()]);
     ++k.used;
   }
 }
+
+// The tiles of one block in turn.
+template <class C>
+struct Tiles {
+  int row_blocks, heads, section, pass = 0;
+
+  __device__ explicit Tiles(const ForwardParams& p) {
+    row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
+    heads = p.batch * p.num_heads_q;
+    // Heads whose K and V share the L2 (32 MB of it) make a section.
+    const float head_bytes = 2.0f * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_heads_kv / p.num_heads_q;
+    section = C::kCausal ? static_cast<int>(fmaxf(1.0f, fminf(heads, 33554432.0f / head_bytes))) : 1;
+  }
+
+  // The next tile, or -1.
+  __device__ int next() {
+    if constexpr (!C::kPersistent) return pass++ ? -1 : static_cast<int>(blockIdx.x);
+    const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
+    const long long tile = static_cast<long long>(pass++) * grid + place;
+    return tile < static_cast<long long>(row_blocks) * heads ? static_cast<int>(tile) : -1;
+  }
+
+  // Row blocks of all heads of a section come in the order of their length: falling in the last section, which so ends with short ones,
+  // rising in the one before it, and so on. Where lengths change steadily, there and back gives each block the same sum of them.
+  __device__ Work<C> work(const ForwardParams& p, int tile) const {
+    const int n = tile / (section * row_blocks), inside = tile % (section * row_blocks);
+    const int wide = min(section, heads - n * section);
+    int row_block = inside / wide;
+    if ((heads - 1) / section % 2 == n % 2) row_block = row_blocks - 1 - row_block;
+    Work<C> w(p, n * section + inside % wide, row_block);
+    if (w.keys.empty()) w.keys = {0, 1, 0, 0};
+    return w;
+  }
+};
 
 template <class C>
 __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using S = Smem<C>;
   Ring<C::kStagesQ> q;
   Ring<C::kStages> k, v;
-  Tiles<C> tiles;
-  for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) {
-    const Work<C> w = Tiles<C>::work(p, tile);
-    const BlockRange keys = copied_blocks(p, w);
-    if (keys.first == keys.last) continue;
+  Tiles<C> tiles(p);
+  int tile = tiles.next();
+  Work<C> next = tiles.work(p, tile);
+  while (tile >= 0) {
+    const Work<C> w = next;
     const int head = w.h / (p.num_heads_q / p.num_heads_kv);
     auto load_k = [&](int j) {
       mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
-      load_panels<typename S::TileK, C::kBlockN, C::kCluster>(smem.k[k.stage()], maps.k, smem_address(&smem.k_full[k.stage()]),
-                                                              j * C::kBlockN, head, w.b);
+      load_tile_of<typename S::TileK>(smem.k[k.stage()], maps.k, smem.k_full[k.stage()], j * C::kBlockN, head, w.b);
       ++k.used;
     };
     auto load_v = [&](int j) {
       mbarrier_wait(smem_address(&smem.v_empty[v.stage()]), v.parity() ^ 1);
-      load_panels<typename S::TileV, C::kBlockN, C::kCluster>(smem.v[v.stage()], maps.v, smem_address(&smem.v_full[v.stage()]),
-                                                              j * C::kBlockN, head, w.b);
+      load_tile_of<typename S::TileV>(smem.v[v.stage()], maps.v, smem.v_full[v.stage()], j * C::kBlockN, head, w.b);
       ++v.used;
     };
-    load_k(keys.last - 1);
+    load_k(w.keys.last - 1);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-    load_panels<typename S::TileQ, C::kBlockM>(smem.q[q.stage()], maps.q, smem_address(&smem.q_full[q.stage()]), w.row, w.h, w.b);
+    smem.work[q.used % 2] = w;
+    load_tile_of<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], w.row, w.h, w.b);
     ++q.used;
-    for (int j = keys.last - 2; j >= keys.first; --j) {
+    tile = tiles.next();
+    if (tile >= 0) {
+      next = tiles.work(p, tile);        // divisions, while the loads are on their way
+      if constexpr (C::kStagesQ == 1) {  // all blocks of the grid ask for their next Q at about the same time, too late to wait for DRAM
+#pragma unroll
+        for (int n = 0; n < S::TileQ::kCount; ++n) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
+      }
+    }
+    for (int j = w.keys.last - 2; j >= w.keys.first; --j) {
       load_k(j);
       load_v(j + 1);
     }
-    load_v(keys.first);
+    load_v(w.keys.first);
+  }
+  if constexpr (C::kPersistent) {
+    mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
+    smem.work[q.used % 2].row = -1;
+    mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
   }
 }
 
 // A block that every row sees whole, for rows that have a reference: S becomes P without a row maximum on the way. A row whose weights of
-// this block sum to more than kLargestSum outgrew its reference: then that moves by a power of two, and P, the sum and (by `grow`) O are
-// scaled. A weight that overflowed stays infinite, and its row is computed again at the end.
+// this block sum to more than kLargestSum has outgrown its reference: that moves to the row's maximum, and P, the sum and (by `grow`) O are
+// scaled. Beyond 2^100 a weight may have overflowed, and the row is computed again at the end.
+//
+// The price is in rounding: the largest weight is not 1, which 16 bits hold exactly, but up to kLargestSum. It is felt where one key
+// outweighs all others, and such rows jump: so a warp that has seen a jump takes the maximum of each block from then on.
 constexpr float kLargestSum = 1024.0f;
+constexpr float kFarthestWeight = 1.2676506e30f;  // 2^100
 
 // Where nothing but the scale joins a score, and every key of a full block is visible.
 template <class C>
@@ -201,15 +159,18 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   if (__any_sync(kWarp, !(fmaxf(sum[0], sum[1]) < kLargestSum))) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = sum[r];
+      float top = 1.0f;
+#pragma unroll
+      for (int n = 0; n < C::kBlockN / 8; ++n) top = fmaxf(top, fmaxf(rS[0][n][2 * r], rS[0][n][2 * r + 1]));
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2));
-      const float shift = top > 1.0f && top < infinity(0.0f) ? ceilf(log2f(top)) : 0.0f;
-      const float rescale = ex2(-shift);
-      state.reference[0][r] += shift;
+      const bool too_far = top >= kFarthestWeight;
+      const float old = state.reference[0][r], reference = too_far ? old : old + log2f(top);
+      const float rescale = ex2(old - reference);
+      state.reference[0][r] = reference;
       state.rescale[0][r] = rescale;
       state.sum[0][r] *= rescale;
-      sum[r] *= rescale;
+      sum[r] = too_far ? infinity(0.0f) : sum[r] * rescale;
 #pragma unroll
       for (int n = 0; n < C::kBlockN / 8; ++n) {
         rS[0][n][2 * r] *= rescale;
@@ -222,81 +183,120 @@ __device__ inline void softmax_full(const ForwardParams& p, float (&rS)[1][C::kB
   state.sum[0][1] += sum[1];
 }
 
-// The end of a tile: O and LSE of a warp's rows, through the warp's own rows of sQ, so that each row leaves as whole lines.
-template <class C>
-__device__ inline void write_rows(const ForwardParams& p, const Work<C>& w, const float (&rO)[1][C::kHeadDimV / 8][4],
-                                  const RowState<1>& state, char* sQ, int warpgroup, int warp_row) {
-  unsigned again;
-  if constexpr (kStaged<C>) {
-    named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
-      *reinterpret_cast<unsigned*>(Smem<C>::at(sQ, warp_row + row, column / 8) + column % 8 * 2) = pack(low, high, typename C::Out{});
-    });
-    __syncwarp();
-    constexpr int kChunks = C::kHeadDimV / 8;
-    char* gO = static_cast<char*>(p.out) + 2 * (w.b * p.out_stride_batch + w.h * p.out_stride_head);
-#pragma unroll
-    for (int n = threadIdx.x % 32; n < 16 * kChunks; n += 32) {
-      const int row = n / kChunks, chunk = n % kChunks, i = w.row + warp_row + row;
-      if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
-        *reinterpret_cast<Chunk*>(gO + 2 * i * p.out_stride_seq + chunk * 16) =
-            *reinterpret_cast<const Chunk*>(Smem<C>::at(sQ, warp_row + row, chunk));
-      }
-    }
-  } else {
-    again = finish<C, 1>(p, w, rO, state, warp_row, [&](int row, int column, float low, float high) {
-      store_pair<C>(p, w, w.row + warp_row + row, column, low, high);
-    });
-  }
-  __syncwarp();  // what finish wrote of these rows is overwritten by other lanes
-  for (; again; again &= again - 1) attend_row<C>(p, w.b, w.h, w.row + warp_row + __ffs(again) - 1);
+// Scope: warp. Whether all of its rows have a reference.
+__device__ inline bool have_reference(const RowState<1>& state) {
+  return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f));
 }
 
-// What stays of a consumer from tile to tile: where the rings are.
+// The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator: through the warp's own rows of sQ, or through memory of its
+// own that holds eight rows. bulk_wait_read says when that is free again.
 template <class C>
-struct Rings {
-  Ring<C::kStagesQ> q;
-  Ring<C::kStages> k;  // V's is one behind within a tile
-};
+__device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& map, const Work<C>& w, float (&rO)[1][C::kHeadDimV / 8][4],
+                                      const RowState<1>& state, char* sQ, Smem<C>& smem) {
+  const unsigned thread = opaque(threadIdx.x);  // what follows from it is not to be kept through the loops before
+  const int warpgroup = static_cast<int>(thread / 128) - 1, warp_row = static_cast<int>(thread / 32 % 4) * 16 + 64 * warpgroup;
+  if constexpr (!C::kStoreMap) {
+    return finish<C, 1>(
+        p, w, rO, state, warp_row,
+        [&](int row, int column, Pair<typename C::Out> pair) { store_pair<C>(p, w, w.row + warp_row + row, column, pair); }, [](int) {});
+  } else {
+    constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
+    char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
+    if constexpr (C::kOwnOut) {
+      bulk_wait_read();
+      __syncwarp();
+    } else {
+      named_barrier_sync(1 + warpgroup, 128);  // no warp still multiplies Q
+    }
+    return finish<C, 1>(
+        p, w, rO, state, warp_row,
+        [&](int row, int column, Pair<typename C::Out> pair) {
+          if constexpr (C::kOwnOut) row %= 8;
+          *reinterpret_cast<Pair<typename C::Out>*>(chunk_of(rows, kPanelBytes, row, column / 8) + column % 8 * 2) = pair;
+        },
+        [&](int half) {
+          if (!C::kOwnOut && half == 0) return;
+          fence_async_proxy();
+          __syncwarp();
+          if (thread % 32 == 0) {
+#pragma unroll
+            for (int n = 0; n < (C::kHeadDimV + 63) / 64; ++n) {
+              const int row = w.row + warp_row + (C::kOwnOut ? 8 * half : 0);
+              tma_store(smem_address(rows + n * kPanelBytes), &map, 64 * n, row, w.h, w.b);
+            }
+          }
+          bulk_commit();  // by all lanes, which keeps them together; most batches are empty
+          if (C::kOwnOut && half == 0) {
+            bulk_wait_read();
+            __syncwarp();
+          }
+        });
+  }
+}
 
+// Scope: warpgroup. All tiles of the block. Where Q has two buffers, the first product of the next tile is queued before the rows of this
+// one are written, so that it runs meanwhile.
 template <class C>
-__device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, Rings<C>& rings) {
+__device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using Element = typename C::Element;
   constexpr int kConsumers = C::kBlockM / 64;
-  const int warpgroup = threadIdx.x / 128 - 1;
-  const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
-  const bool leads = threadIdx.x % 32 == 0;
-
-  const Work<C> w = Tiles<C>::work(p, tile);
-  if constexpr (C::kCluster == 2) {
-    const BlockRange keys = copied_blocks(p, w);
-    if (w.key_first == w.key_last && keys.first < keys.last) {
-      mbarrier_wait(smem_address(&smem.q_full[rings.q.stage()]), rings.q.parity());
-      if (leads) mbarrier_arrive(smem_address(&smem.q_empty[rings.q.stage()]));
-      ++rings.q.used;
-      skip(smem, rings.k, keys.last - keys.first);
-    } else {
-      skip(smem, rings.k, keys.last - w.key_last);
-    }
-  }
-  if (w.key_first == w.key_last) {  // rows that see no key
-    for (int i = w.row + warp_row; i < min(w.row + warp_row + 16, p.seqlen_q); ++i) attend_row<C>(p, w.b, w.h, i);
-    return;
-  }
+  // Three warpgroups fill each other's gaps, and have no registers for it.
+  constexpr bool kAhead = C::kPersistent && C::kStagesQ > 1 && kConsumers == 2;
+  // On the diagonal, where a warp sees 5/8 of a block on average.
+  constexpr bool kLeavesOut = C::kCausal && kFused<C> && !C::kMask && kConsumers == 2;
+  constexpr bool kTogether = C::kPingPong || kAhead;  // all warpgroups multiply all blocks that are copied
+  const int warpgroup = uniform(threadIdx.x / 128) - 1;
+  const int warp_row = threadIdx.x / 32 * 16 - 64;
+  // Ping-pong: a warpgroup queues its products when the one before it has queued its own, so that they take turns at the tensor cores, and
+  // one's exponentials run under another's products.
+  const int turn = 5 + warpgroup, next_turn = 5 + (warpgroup + 1) % kConsumers;
 
   float rO[1][C::kHeadDimV / 8][4];
   float rS[1][C::kBlockN / 8][4];
   unsigned rP[C::kBlockN / 16][4];
   RowState<1> state;
-  float sink_log2 = -infinity(0.0f);
-  if constexpr (C::kSink) {  // one more key, of value zero: the state after having seen it alone
-    sink_log2 = widen(static_cast<const typename C::Sink*>(p.sink)[w.h * p.sink_stride]) * static_cast<float>(kLog2E);
-  }
-  for (int r = 0; r < 2; ++r) {
-    state.reference[0][r] = sink_log2;
-    state.sum[0][r] = C::kSink && threadIdx.x % 4 == 0 && sink_log2 > -infinity(0.0f) ? 1.0f : 0.0f;  // one lane of the row's four
-    state.rescale[0][r] = 1.0f;
-  }
+  Ring<C::kStagesQ> q;
+  Ring<C::kStages> k;  // V's is one behind
+
+  // Of the tile at hand: its place in the ring; the key blocks of the warpgroup's rows, and how many more were copied behind and before.
+  int place = 0, stage = 0, behind = 0, before = 0;
+  int held = -1;  // the place of the tile before it, while its rows are on their way out
+  KeyBlocks keys;
+  auto open_tile = [&] {
+    if (!C::kPersistent && q.used == 1) return false;
+    place = q.used % 2;
+    stage = q.stage();
+    mbarrier_wait(smem_address(&smem.q_full[stage]), q.parity());
+    ++q.used;
+    const Work<C>& w = smem.work[place];
+    if (uniform(w.row) < 0) return false;
+    const KeyBlocks seen = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
+    keys = {uniform(seen.first), uniform(seen.last), uniform(seen.full_first), uniform(seen.full_last)};
+    const int first = uniform(w.keys.first), last = uniform(w.keys.last);
+    if (kTogether || keys.empty()) {  // of no keys, too, one block is multiplied, all of it masked
+      keys.first = kTogether ? first : last - 1;
+      keys.last = last;
+    }
+    behind = last - keys.last;
+    before = keys.first - first;
+    return true;
+  };
+  bool more = open_tile();
+  auto multiply_first = [&] {  // the last block of keys
+    const unsigned row = smem_address(smem.q[stage]) + warpgroup * 64 * 128;
+    if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
+      for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
+        const int panel = word / (64 * 32), inside = word % (64 * 32);
+        reinterpret_cast<unsigned*>(smem.q[stage] + panel * Smem<C>::TileQ::kPanelBytes + warpgroup * 64 * 128)[inside] ^= 0x80008000u;
+      }
+      fence_async_proxy();
+      named_barrier_sync(1 + warpgroup, 128);
+    }
+    if (more) mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());  // else what was there is multiplied, for nothing
+    wgmma_fence();
+    issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, row, smem_address(smem.k[k.stage()]));
+    wgmma_commit();
+  };
   auto pack_p = [&] {
 #pragma unroll
     for (int n = 0; n < C::kBlockN / 16; ++n) {
@@ -306,107 +306,135 @@ __device__ inline void consume(const ForwardParams& p, int tile, Smem<C>& smem, 
       rP[n][3] = pack(rS[0][2 * n + 1][2], rS[0][2 * n + 1][3], Element{});
     }
   };
-  auto& [ring_q, k] = rings;
-  char* const sQ = smem.q[ring_q.stage()];
-  const unsigned q = smem_address(sQ) + warpgroup * 64 * 128;
-
-  mbarrier_wait(smem_address(&smem.q_full[ring_q.stage()]), ring_q.parity());
-  if (kFused<C> && p.softmax_scale_log2 < 0) {  // the row maximum is taken before the scale, so the scale must not turn the order
-    for (int word = threadIdx.x % 128; word < 64 * 32 * Smem<C>::TileQ::kCount; word += 128) {
-      const int panel = word / (64 * 32), inside = word % (64 * 32);
-      reinterpret_cast<unsigned*>(sQ + panel * Smem<C>::TileQ::kPanelBytes + warpgroup * 64 * 128)[inside] ^= 0x80008000u;
+  auto release_q = [&](int stage) {
+    if (threadIdx.x % 32 == 0) {
+      bulk_wait_read();
+      mbarrier_arrive(smem_address(&smem.q_empty[stage]));
     }
-    fence_async_proxy();
-    named_barrier_sync(1 + warpgroup, 128);
+  };
+  if constexpr (kAhead) {
+    multiply_first();
+    wgmma_wait<0>();
   }
-
-  int j = w.key_last - 1;
-  mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
-  wgmma_fence();
-  issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
-  wgmma_commit();
-  wgmma_wait<0>();
-  release<C::kCluster>(smem.k_empty[k.stage()]);
-  ++k.used;
-  softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [] {});
-  pack_p();
-  if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
-    const int valid = w.s.used_k - j * C::kBlockN;
-    if (valid < C::kBlockN) {
-      const Ring<C::kStages> v{k.used - 1};
-      mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
-      const int words = (C::kBlockN - valid) * 32;
-      for (int n = threadIdx.x - 128; n < words * Smem<C>::TileV::kCount; n += 2 * C::kBlockM) {
-        reinterpret_cast<unsigned*>(smem.v[v.stage()] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
+  while (more) {
+    const Work<C>& w = smem.work[place];
+    const unsigned row = smem_address(smem.q[stage]) + warpgroup * 64 * 128;
+    if constexpr (!kAhead) {
+      skip(smem, k, behind);
+      multiply_first();
+      wgmma_wait<0>();
+    }
+    float sink_log2 = -infinity(0.0f);
+    if constexpr (C::kSink) {  // one more key, of value zero: the state after having seen it alone
+      sink_log2 = widen(static_cast<const typename C::Sink*>(p.sink)[w.h * p.sink_stride]) * static_cast<float>(kLog2E);
+    }
+    for (int r = 0; r < 2; ++r) {
+      state.reference[0][r] = sink_log2;
+      state.sum[0][r] = C::kSink && threadIdx.x % 4 == 0 && sink_log2 > -infinity(0.0f) ? 1.0f : 0.0f;  // one lane of the row's four
+      state.rescale[0][r] = 1.0f;
+    }
+    int j = keys.last - 1, accumulate = 0;
+    release(smem.k_empty[k.stage()]);
+    ++k.used;
+    if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
+    softmax_step<C, true, 1, kWithoutMaximum<C>, kLeavesOut>(p, w, j, rS, state, warp_row, [] {});
+    pack_p();
+    if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
+      const int valid = max(w.s.used_k - j * C::kBlockN, 0);
+      if (valid < C::kBlockN) {
+        const Ring<C::kStages> v{k.used - 1};
+        mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
+        const int words = (C::kBlockN - valid) * 32;
+        for (int n = threadIdx.x % 128; n < words * Smem<C>::TileV::kCount; n += 128) {
+          reinterpret_cast<unsigned*>(smem.v[v.stage()] + n / words * Smem<C>::TileV::kPanelBytes + valid * 128)[n % words] = 0;
+        }
+        fence_async_proxy();
+        named_barrier_sync(1 + warpgroup, 128);
       }
-      fence_async_proxy();
-      named_barrier_sync(8, 2 * C::kBlockM);
     }
-  }
-  // Whether all rows of the warp have a reference.
-  auto have_reference = [&] { return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f)); };
-  bool started = have_reference();
-  // Ping-pong: a warpgroup queues its products when the one before it has queued its own, so that they take turns at the tensor cores, and
-  // one's exponentials run under another's products.
-  const int turn = 4 + warpgroup, next_turn = 4 + (warpgroup + 1) % kConsumers;
-  if (C::kPingPong && warpgroup == kConsumers - 1 && j > w.key_first) named_barrier_arrive(next_turn, 256);
-  int accumulate = 0;
-  for (--j; j >= w.key_first; --j) {
+    if (kAhead && held >= 0) release_q(held);
+    bool jumped = false, calm = have_reference(state);
+    if (C::kPingPong && warpgroup == kConsumers - 1 && j > keys.first) named_barrier_arrive(next_turn, 256);
+    for (--j; j >= keys.first; --j) {
+      const Ring<C::kStages> v{k.used - 1};
+      mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
+      if constexpr (C::kPingPong) named_barrier_sync(turn, 256);
+      wgmma_fence();
+      issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, row, smem_address(smem.k[k.stage()]));
+      wgmma_commit();
+      mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
+      wgmma_fence();
+      issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
+      wgmma_commit();
+      if (C::kPingPong && (warpgroup < kConsumers - 1 || j > keys.first)) named_barrier_arrive(next_turn, 256);
+      accumulate = 1;
+      wgmma_wait<1>();
+      release(smem.k_empty[k.stage()]);
+      ++k.used;
+      if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
+      bool grew = false;
+      const bool full = keys.is_full(j);
+      if (kWithoutMaximum<C> && full && calm) {
+        softmax_full<C>(p, rS, state, [&] { grew = true; });
+        jumped = grew;
+        calm = !grew;
+      } else if (!kWithoutMaximum<C> && full) {
+        softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+      } else {
+        softmax_step<C, true, 1, kWithoutMaximum<C>>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+        calm = !jumped && have_reference(state);
+      }
+      wgmma_wait<0>();
+      release(smem.v_empty[v.stage()]);
+      if (grew) rescale_output<C, 1>(rO, state);
+      pack_p();
+    }
     const Ring<C::kStages> v{k.used - 1};
-    mbarrier_wait(smem_address(&smem.k_full[k.stage()]), k.parity());
-    if constexpr (C::kPingPong) named_barrier_sync(turn, 256);
-    wgmma_fence();
-    issue_qk<Element, C::kBlockM, C::kBlockN, C::kHeadDim>(rS, q, smem_address(smem.k[k.stage()]));
-    wgmma_commit();
+    const int done = stage, done_place = place, passed = before;
     mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
     wgmma_fence();
     issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
     wgmma_commit();
-    if (C::kPingPong && (warpgroup < kConsumers - 1 || j > w.key_first)) named_barrier_arrive(next_turn, 256);
-    accumulate = 1;
-    wgmma_wait<1>();
-    release<C::kCluster>(smem.k_empty[k.stage()]);
-    ++k.used;
-    bool grew = false;
-    const bool full = w.is_full(j);
-    if (kWithoutMaximum<C> && full && started) {
-      softmax_full<C>(p, rS, state, [&] { grew = true; });
-    } else if (!kWithoutMaximum<C> && full) {
-      softmax_step<C, false, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
+    if constexpr (kAhead) {
+      more = open_tile();
+      multiply_first();
+      wgmma_wait<1>();
     } else {
-      if constexpr (kWithoutMaximum<C>) {  // few blocks come here: rather look their work up again than keep it
-        softmax_step<C, true, 1>(p, Tiles<C>::work(p, opaque(tile)), j, rS, state, warp_row, [&] { grew = true; });
-      } else {
-        softmax_step<C, true, 1>(p, w, j, rS, state, warp_row, [&] { grew = true; });
-      }
-      started = have_reference();
+      wgmma_wait<0>();
     }
-    wgmma_wait<0>();
-    release<C::kCluster>(smem.v_empty[v.stage()]);
-    if (grew) rescale_output<C, 1>(rO, state);
-    pack_p();
+    release(smem.v_empty[v.stage()]);
+    if constexpr (!kAhead) skip(smem, k, passed);
+    unsigned again = uniform(write_rows<C>(p, maps.out, smem.work[done_place], rO, state, smem.q[done], smem));
+    if constexpr (kAhead) wgmma_wait<0>();
+    if (again != 0) {
+      bulk_wait();  // what was written of these rows is overwritten, by other lanes
+      __syncwarp();
+      const Work<C>& w = smem.work[done_place];
+      for (; again; again &= again - 1) {
+        attend_row<C>(p, uniform(w.b), uniform(w.h), uniform(w.row + warp_row + __ffs(again) - 1));
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if constexpr (kAhead) {
+      held = done;
+    } else {
+      if constexpr (!C::kOwnOut) release_q(done);
+      more = open_tile();
+    }
   }
-  const Ring<C::kStages> v{k.used - 1};
-  mbarrier_wait(smem_address(&smem.v_full[v.stage()]), v.parity());
-  wgmma_fence();
-  issue_pv<Element, C::kBlockN, C::kHeadDimV>(rO, rP, smem_address(smem.v[v.stage()]), accumulate);
-  wgmma_commit();
-  wgmma_wait<0>();
-  release<C::kCluster>(smem.v_empty[v.stage()]);
-  if constexpr (C::kCluster == 2) {
-    const Work<C> again = Tiles<C>::work(p, opaque(tile));
-    skip(smem, k, again.key_first - copied_blocks(p, again).first);
-  }
-  write_rows<C>(p, Tiles<C>::work(p, opaque(tile)), rO, state, smem.q[ring_q.stage()], warpgroup, warp_row);
-  fence_async_proxy();
-  __syncwarp();
-  if (leads) mbarrier_arrive(smem_address(&smem.q_empty[ring_q.stage()]));
-  ++ring_q.used;
+  bulk_wait_read();
 }
+
 template <class C>
 __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   constexpr int kConsumers = C::kBlockM / 64;
   if (threadIdx.x == 0) {
+    prefetch_map(&maps.q);
+    prefetch_map(&maps.k);
+    prefetch_map(&maps.v);
+  }
+  if (threadIdx.x == 128) {
     for (int n = 0; n < C::kStagesQ; ++n) {
       mbarrier_init(smem_address(&smem.q_full[n]), 1);
       mbarrier_init(smem_address(&smem.q_empty[n]), 4 * kConsumers);
@@ -414,31 +442,24 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(smem_address(&smem.k_full[n]), 1);
       mbarrier_init(smem_address(&smem.v_full[n]), 1);
-      mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers * C::kCluster);
-      mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers * C::kCluster);
+      mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers);
+      mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers);
     }
     mbarrier_init_fence();
   }
-  if constexpr (C::kCluster == 2) {
-    cluster_sync();  // the neighbour's barriers, too
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   if (threadIdx.x < 128) {
-    registers_give<kConsumers == 3 ? 32 : 24>();
+    registers_give<kConsumers == 2 ? 24 : 32>();
     if (threadIdx.x == 0) produce<C>(p, maps, smem);
   } else {
-    registers_take<kConsumers == 3 ? 160 : 240>();  // 504 and 512 a column of threads, what the block was launched with
-    Rings<C> rings;
-    Tiles<C> tiles;
-    for (int tile = tiles.next(p); tile >= 0; tile = tiles.next(p)) consume<C>(p, tile, smem, rings);
+    registers_take<kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112>();  // in all no more than the block was launched with
+    consume<C>(p, maps, smem);
   }
-  if constexpr (C::kCluster == 2) cluster_sync();  // copies and arrivals of the neighbour may still come
 }
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(32 * Config::kWarps, 1)
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 1)
     fwd_sm90(const __grid_constant__ cupyflash::ForwardParams p, const __grid_constant__ cupyflash::TensorMaps maps) {
   extern __shared__ __align__(1024) char dynamic_smem[];
   cupyflash::forward<Config>(p, maps, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));

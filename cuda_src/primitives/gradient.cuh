@@ -119,7 +119,8 @@ __device__ inline void store_gradient(T* g, long long stride, int count, int wid
 #pragma unroll
       for (int n = 0; n < 2 * Dealt<kWidth, kWarps>::kCount; ++n) {
         const int column = Dealt<kWidth, kWarps>::column(warp, n) + 2 * (lane % 4);
-        store_pair<kUnaligned>(g + i * stride + column, column, width, r[m][n][2 * half] * scale, r[m][n][2 * half + 1] * scale);
+        store_pair<kUnaligned>(g + i * stride + column, column, width,
+                               narrow_pair<T>(r[m][n][2 * half] * scale, r[m][n][2 * half + 1] * scale));
       }
     }
   }

@@ -85,14 +85,31 @@ __device__ inline unsigned pack(float low, float high, BFloat16) {
   return packed;
 }
 
+// a b + c on two 16-bit elements each.
+__device__ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c, Half) {
+  unsigned d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c, BFloat16) {
+  unsigned d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // x, of which the compiler knows nothing: what follows from it is computed again, where keeping it would take registers from a loop.
-__device__ inline int opaque(int x) {
+__device__ inline unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
+// In a branch: keeps the compiler from computing both sides and choosing after.
+__device__ inline void stay_branch() { asm volatile(""); }
+
+// Scope: warp. x, which is the same in all lanes, as the compiler cannot know of what was read from memory: loops that end by it and
+// addresses that follow from it then take uniform registers, which wgmma's descriptors need, and no instructions that bring lanes together.
 __device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-__device__ inline void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // 2^x by the special function unit; 2^-inf is 0.
 __device__ inline float ex2(float x) {
   float y;
@@ -107,6 +124,13 @@ __device__ inline void red_add_4(float* global, const float (&x)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
+// 1 / x to one unit in the last place, without the branch that a division takes for x near the ends of the range.
+__device__ inline float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // --- sm_90a: barriers in shared memory, the tensor memory accelerator, warpgroup products ------------------------------------------------
 
 // A barrier completes a phase when `count` threads have arrived and the bytes announced have come; waiters name the phase's parity.
@@ -117,22 +141,6 @@ __device__ inline void mbarrier_init(unsigned barrier, int count) {
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ inline void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// At the barrier in the same place of block `rank` of the cluster.
-__device__ inline void mbarrier_arrive_at(unsigned barrier, int rank) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
-          barrier),
-      "r"(rank)
-      : "memory");
-}
-__device__ inline int cluster_rank() {
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ inline void mbarrier_arrive_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -147,6 +155,9 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   }
 }
 
+// Scope: thread. Fetches a tensor map ahead of its first use.
+__device__ inline void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // Scope: one thread. Copies a box of a 4-D tensor map to shared memory; elements outside of the tensor become zeros and count as bytes.
 __device__ inline void tma_load(unsigned smem, const void* map, unsigned barrier, int x, int y, int z, int w) {
   asm volatile(
@@ -154,14 +165,21 @@ __device__ inline void tma_load(unsigned smem, const void* map, unsigned barrier
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
-// The same to the same place in both blocks of a cluster of two, each of which has its own barrier there.
-__device__ inline void tma_load_multicast(unsigned smem, const void* map, unsigned barrier, int x, int y, int z, int w) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], "
-      "%7;" ::"r"(smem),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<unsigned short>(3))
-      : "memory");
+// From the tensor to the L2 alone.
+__device__ inline void tma_prefetch(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
+
+// Scope: one thread. Copies a box from shared memory to a tensor, as far as the tensor goes, queued; then closes the batch of its copies,
+// and waits until its batches have been read, or are there.
+__device__ inline void tma_store(unsigned smem, const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(smem), "l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Scope: thread. Orders its writes to shared memory before reads by the accelerator and by warpgroup products; a barrier must follow.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

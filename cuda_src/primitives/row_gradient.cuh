@@ -61,13 +61,13 @@ struct Head {
 
 // Row i and key j: the weight, the gradient of the score, and that of q . k.
 template <class Acc>
-struct Pair {
+struct ScorePair {
   Acc weight, d_score, d_product;
 };
 
 // Scope: one whole warp, each lane with its elements of the row and the key; all lanes get the pair.
 template <class C, class H = Head<C>>
-__device__ inline Pair<typename H::Acc> pair_of(const H& head, int i, int j, const typename H::Acc (&rQ)[H::kPerLane],
+__device__ inline ScorePair<typename H::Acc> pair_of(const H& head, int i, int j, const typename H::Acc (&rQ)[H::kPerLane],
                                                 const typename H::Acc (&rK)[H::kPerLane], const typename H::Acc (&rdO)[H::kPerLaneV],
                                                 const typename H::Acc (&rV)[H::kPerLaneV]) {
   using Acc = typename H::Acc;
@@ -77,7 +77,7 @@ __device__ inline Pair<typename H::Acc> pair_of(const H& head, int i, int j, con
   for (int n = 0; n < H::kPerLaneV; ++n) d_weight += rdO[n] * rV[n];
   product = warp_sum(product);
   d_weight = warp_sum(d_weight);
-  Pair<Acc> pair;
+  ScorePair<Acc> pair;
   pair.weight = exp_of(score_step<C>(f, head.context, head.s, product, i, j) - head.gLse[i]);
   pair.d_score = pair.weight * (d_weight - head.gDelta[i]);
   pair.d_product = pair.d_score * score_slope<C>(f, product) * static_cast<Acc>(f.softmax_scale);
@@ -110,7 +110,7 @@ __device__ void row_gradient(const BackwardParams& p, int b, int h, int i) {
       if (!head.sees(i, j)) continue;
       head.load_k(j, rK);
       head.load_v(j, rV);
-      const Pair<Acc> pair = pair_of<C>(head, i, j, rQ, rK, rdO, rV);
+      const ScorePair<Acc> pair = pair_of<C>(head, i, j, rQ, rK, rdO, rV);
       for (int n = 0; n < H::kPerLane; ++n) rdQ[n] += pair.d_product * rK[n];
       slope += pair.d_score * static_cast<Acc>(abs(i + head.s.offset - j));
     }
@@ -143,7 +143,7 @@ __device__ void key_gradient(const BackwardParams& p, int b, int h_kv, int j) {
       if (!head.sees(i, j)) continue;
       head.load_q(i, rQ);
       head.load_dout(i, rdO);
-      const Pair<Acc> pair = pair_of<C>(head, i, j, rQ, rK, rdO, rV);
+      const ScorePair<Acc> pair = pair_of<C>(head, i, j, rQ, rK, rdO, rV);
       for (int n = 0; n < H::kPerLane; ++n) rdK[n] += pair.d_product * rQ[n];
       for (int n = 0; n < H::kPerLaneV; ++n) rdV[n] += pair.weight * rdO[n];
     }

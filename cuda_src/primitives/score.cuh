@@ -55,12 +55,17 @@ __device__ inline Acc score_slope(const ForwardParams& p, Acc qk) {
   return 1 - tanh * tanh;
 }
 
+// Whether the bool mask, if any, lets row i see key j. i < Sq and j < Sk.
+template <class C>
+__device__ inline bool is_let_through(const ForwardParams& p, const ScoreContext<C>& context, int i, int j) {
+  if constexpr (!C::kMask) return true;
+  return context.mask[i * p.mask_stride_q + j * p.mask_stride_k] != 0;
+}
+
 // Whether row i sees key j < used_k.
 template <class C>
 __device__ inline bool is_visible(const ForwardParams& p, const ScoreContext<C>& context, Sequence s, int i, int j) {
-  bool visible = in_window<C>(p, s, i, j);
-  if constexpr (C::kMask) visible = visible && context.mask[i * p.mask_stride_q + j * p.mask_stride_k] != 0;
-  return visible;
+  return in_window<C>(p, s, i, j) && is_let_through(p, context, i, j);
 }
 
 }  // namespace cupyflash

@@ -56,12 +56,6 @@ constexpr bool kSame = false;
 template <class A>
 constexpr bool kSame<A, A> = true;
 
-// An integer as wide as two elements of kBytes each, to store both at once.
-template <int kBytes>
-struct alignas(2 * kBytes) PairOf {
-  unsigned char bytes[2 * kBytes];
-};
-
 __device__ inline float infinity(float) { return __int_as_float(0x7f800000); }
 __device__ inline float not_a_number(float) { return __int_as_float(0x7fc00000); }
 __device__ inline double infinity(double) { return __longlong_as_double(0x7ff0000000000000ll); }

@@ -50,9 +50,4 @@ __device__ inline void issue_dq(float (&rdQ)[1][kWidth / 8][4], unsigned ds, uns
   }
 }
 
-// Scope: warp. A buffer is free again.
-__device__ inline void release(unsigned long long& barrier) {
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
-}
-
 }  // namespace cupyflash

@@ -1,5 +1,5 @@
-// work.cuh: what one block of a tiled kernel works on: which keys its rows meet, how q.k becomes the score of a softmax, and how results are
-// written. Accumulators lie as mma.cuh and wgmma.cuh have them.
+// work.cuh: what one block of a tiled kernel works on: which keys its rows meet, how q.k becomes the score of a softmax, and how results
+// are written. Accumulators lie as mma.cuh and wgmma.cuh have them.
 #pragma once
 
 #include "ptx.cuh"
@@ -26,45 +26,70 @@ __device__ inline void score_of(const ForwardParams& p, const ScoreContext<C>& c
   }
 }
 
+// The key blocks [first, last) that some row of a range sees, and those among them that every row sees whole.
+struct KeyBlocks {
+  int first, last, full_first, full_last;
+  __device__ bool is_full(int j) const { return j >= full_first && j < full_last; }
+  __device__ bool empty() const { return first == last; }
+};
+
+template <class C>
+__device__ inline KeyBlocks key_blocks(const ForwardParams& p, Sequence s, int row, int rows) {
+  const int row_end = min(row + rows, s.used_q);
+  KeyRange some = visible_keys<C>(p, s, row, row_end);
+  if (row >= s.used_q) some.last = some.first;
+  const KeyRange all = keys_of_all<C>(p, s, row, row_end);
+  KeyBlocks blocks;
+  blocks.first = some.first / C::kBlockN;
+  blocks.last = some.first < some.last ? (some.last + C::kBlockN - 1) / C::kBlockN : blocks.first;
+  blocks.full_first = (all.first + C::kBlockN - 1) / C::kBlockN;
+  blocks.full_last = all.last / C::kBlockN;
+  return blocks;
+}
+
 // What one block works on.
 template <class C>
 struct Work {
   int b, h, row;  // row: the first of the block
   Sequence s;
   ScoreContext<C> context;
-  int key_first, key_last;    // key blocks that some row sees
-  int full_first, full_last;  // those among them that every row sees whole, by length, causal and window
+  KeyBlocks keys;
 
+  Work() = default;
   // `head` counts through all batches.
   __device__ Work(const ForwardParams& p, int head, int row_block) : row(row_block * C::kBlockM) {
     b = head / p.num_heads_q;
     h = head % p.num_heads_q;
     s = sequence_of<C>(p, b);
     context = score_context<C>(p, b, h);
-    const int row_end = min(row + C::kBlockM, s.used_q);
-    KeyRange keys = visible_keys<C>(p, s, row, row_end);
-    if (row >= s.used_q) keys.last = keys.first;
-    key_first = keys.first / C::kBlockN;
-    key_last = keys.first < keys.last ? (keys.last + C::kBlockN - 1) / C::kBlockN : key_first;
-    keys = keys_of_all<C>(p, s, row, row_end);
-    full_first = (keys.first + C::kBlockN - 1) / C::kBlockN;
-    full_last = keys.last / C::kBlockN;
+    keys = key_blocks<C>(p, s, row, C::kBlockM);
   }
-
-  __device__ bool is_full(int j) const { return j >= full_first && j < full_last; }
 };
 
+// Two neighbouring elements of a result.
+template <class Out>
+struct alignas(2 * sizeof(Out)) Pair {
+  Out low, high;
+};
+template <class Out>
+__device__ inline Pair<Out> narrow_pair(float low, float high) {
+  Pair<Out> pair;
+  if constexpr (sizeof(Out) == 2) {
+    *reinterpret_cast<unsigned*>(&pair) = pack(low, high, Out{});
+  } else {
+    narrow(low, pair.low);
+    narrow(high, pair.high);
+  }
+  return pair;
+}
 // Writes two neighbouring elements of a row that is `width` wide, where they exist; `target` is that of `column`.
 template <bool kUnaligned, class T>
-__device__ inline void store_pair(T* target, int column, int width, float low, float high) {
-  T pair[2];
-  narrow(low, pair[0]);
-  narrow(high, pair[1]);
+__device__ inline void store_pair(T* target, int column, int width, Pair<T> pair) {
   if (!kUnaligned && column + 1 < width) {
-    *reinterpret_cast<PairOf<sizeof(T)>*>(target) = *reinterpret_cast<PairOf<sizeof(T)>*>(pair);
+    *reinterpret_cast<Pair<T>*>(target) = pair;
   } else {
-    if (column < width) target[0] = pair[0];
-    if (column + 1 < width) target[1] = pair[1];
+    if (column < width) target[0] = pair.low;
+    if (column + 1 < width) target[1] = pair.high;
   }
 }
 

@@ -33,12 +33,15 @@ class Move:
         if library == "torch":
             pytest.importorskip("torch", reason=TORCH)
 
-    def there(self, x: Any) -> tuple[Any, Any]:
-        """(the array on the GPU, its buffer there)."""
+    def there(self, x: Any, moved: dict[int, Any] | None = None) -> tuple[Any, Any]:
+        """(the array on the GPU, its buffer there); views of one buffer share it there if they are given the same `moved`."""
+        moved = {} if moved is None else moved
         base = x
         while hasattr(base, "base") and base.base is not None and not isinstance(base.base, bytes):
             base = base.base
-        memory = cupy.asarray(base.ravel(order="K").view(np.uint8)) if base.size else cupy.empty(16, np.uint8)
+        if id(base) not in moved:
+            moved[id(base)] = cupy.asarray(base.ravel(order="K").view(np.uint8)) if base.size else cupy.empty(16, np.uint8)
+        memory = moved[id(base)]
         offset = x.ctypes.data - base.ctypes.data if x.size else 0
         array = cupy.ndarray(
             x.shape, x.dtype, cupy.cuda.MemoryPointer(memory.data.mem, memory.data.ptr - memory.data.mem.ptr + offset), x.strides
@@ -97,7 +100,8 @@ class Move:
         return cupyflash.Gradients(**found)
 
     def attention_backward(self, *arrays: Any, dq: Any = None, dk: Any = None, dv: Any = None, **options: Any) -> Any:
-        targets = {name: (x, *self.there(x)) for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}
+        moved: dict[int, Any] = {}
+        targets = {name: (x, *self.there(x, moved)) for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}
         there = [self.there(x)[0] if isinstance(x, np.ndarray) else x for x in arrays]
         grads = host_backward(*there, **self.options(options), **{name: array for name, (_, array, _) in targets.items()})
         return self.gradients(grads, targets)

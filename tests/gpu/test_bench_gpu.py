@@ -198,6 +198,24 @@ def test_compare_as_a_user_runs_it(tmp_path):
         assert record["error"] < check.LIMITS["bfloat16"]
 
 
+def test_tiles_are_timed_each_by_its_own_row(tmp_path):
+    file, table = tmp_path / "tiles.jsonl", vars(kernels.plan)["FORWARD"]
+    case = ["--dim", "64", "--seqlen", "256", "--causal", "--rounds", "2", "--min-time", "0.02"]
+    result = run("variants", "--tune", "--family", "fwd_sm80", *case, "--tiles", "64x32,64x64", "--spills", "100", "--json", str(file))
+    assert vars(kernels.plan)["FORWARD"] is table
+    _, *tiles, row = map(json.loads, file.read_text().splitlines())
+    timed = {tile["tile"]: tile for tile in tiles if tile["ms"]}
+    assert {"m64n32s2w4", "m64n64s2w4"} < timed.keys()
+    loaded = {variant.name: variant for variant, _ in kernels.jit._kernels}
+    for tile in timed.values():
+        assert loaded[tile["kernel"]].family == "fwd_sm80"
+        assert tile["timer"] == "graph"
+        assert tile["error"] < check.LIMITS["bfloat16"]
+        assert tile["ratio_to_now"] > 0
+    assert row["line"].startswith("_sm80(64, False, ")
+    assert row["line"] in result.stdout
+
+
 def test_the_tour_is_over_in_time(monkeypatch):
     """Its first and its last case; that a late one is left out is tested without a GPU."""
     suite = cli.gpu_tour_suite()

@@ -28,7 +28,11 @@ from cupyflash import device, plan, reference, variants  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = {"chosen": variants.FORWARD, "fwd_simple": tuple(row for row in variants.FORWARD if row.family == "fwd_simple")}
+# Those that this GPU's calls choose, and each family that is in their shadow.
+KERNELS = {"chosen": variants.FORWARD} | {
+    name: tuple(row for row in variants.FORWARD if row.family in families)
+    for name, families in {"fwd_sm80": ("fwd_sm80", "fwd_simple"), "fwd_simple": ("fwd_simple",)}.items()
+}
 WAYS = {"cupy", "torch", *KERNELS}  # the parameters that a test gets here
 
 

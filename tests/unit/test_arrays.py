@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 import types
@@ -211,51 +212,40 @@ def test_small_vectors_may_be_numpy() -> None:
 
 
 class FakeCupyArray:
-    def __init__(self, stored: Any, device_id: int = 1) -> None:
-        self.stored = stored
-        self.shape, self.dtype, self.strides = stored.shape, stored.dtype, stored.strides
-        self.data = types.SimpleNamespace(ptr=stored.ctypes.data, device_id=device_id)
+    """As cupy.ndarray is called and read; device 1, in host memory."""
 
-    def transpose(self, axes: Any) -> FakeCupyArray:
-        return FakeCupyArray(self.stored.transpose(axes), self.data.device_id)
+    def __init__(self, shape: tuple[int, ...], dtype: Any, memory: Any = None, strides: Any = None) -> None:
+        self.data = memory or alloc(math.prod(shape) * np.dtype(dtype).itemsize)
+        self.stored = np.ndarray(shape, dtype, self.data.memory, strides=strides)
+        self.shape, self.dtype, self.strides = self.stored.shape, self.stored.dtype, self.stored.strides
+
+
+def alloc(num_bytes: int) -> Any:
+    memory = np.zeros(num_bytes, np.uint8)
+    return types.SimpleNamespace(ptr=memory.ctypes.data, device_id=1, memory=memory)
 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = types.ModuleType("cupy")
-    entered: list[int] = []
-
-    class Device:
-        def __init__(self, device_id: int) -> None:
-            self.id = device_id
-
-        def __enter__(self) -> None:
-            entered.append(self.id)
-
-        def __exit__(self, *_: Any) -> None:
-            entered.append(-self.id - 1)
 
     def stream(device_id: int) -> Any:
         return types.SimpleNamespace(ptr=100 + device_id)
 
     module.ndarray = FakeCupyArray  # type: ignore[attr-defined]
-    module.empty = lambda shape, dtype: FakeCupyArray(np.empty(shape, dtype))  # type: ignore[attr-defined]
-    runtime = types.SimpleNamespace(getDevice=lambda: 0)
-    module.cuda = types.SimpleNamespace(Device=Device, get_current_stream=stream, runtime=runtime)  # type: ignore[attr-defined]
-    module.entered = entered  # type: ignore[attr-defined]
+    module.cuda = types.SimpleNamespace(alloc=alloc, get_current_stream=stream)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(arrays, "_READERS", {})
+    monkeypatch.setattr(arrays, "READERS", arrays._Readers())
     return module
 
 
-def test_cupy_arrays_are_read_by_attributes_and_allocated_on_their_device(cupy: Any) -> None:
-    like = arrays.view(FakeCupyArray(np.zeros((2, 3, 4, 8), np.float16)), "q")
+def test_cupy_arrays_are_read_by_attributes_and_allocated_by_cupy(cupy: Any) -> None:
+    like = arrays.view(FakeCupyArray((2, 3, 4, 8), np.float16), "q")
     assert (like.device_id, like.library, like.dtype, like.strides) == (1, "cupy", "float16", (96, 32, 8, 1))
     made = arrays.empty(like, (2, 3, 4, 6), "float32", order=(0, 2, 1, 3))
     assert (made.shape, made.strides, made.library, made.device_id) == ((2, 3, 4, 6), (72, 6, 18, 1), "cupy", 1)
-    assert made.owner.strides == (288, 24, 72, 4)
-    assert cupy.entered == [1, -2]
-    assert arrays.give_back(made, like) is made.owner
+    assert (made.owner.strides, made.owner.data.ptr) == ((288, 24, 72, 4), made.ptr)
+    assert arrays.give_back(made.owner, like) is made.owner
     assert arrays.current_stream(like) == 101
 
 
@@ -265,7 +255,7 @@ def test_a_gpu_cannot_read_inside_an_element() -> None:
 
 
 def test_merge_states_has_no_kernel_yet(cupy: Any) -> None:
-    out, lse = FakeCupyArray(np.zeros((1, 3, 4, 8), np.float16)), FakeCupyArray(np.zeros((1, 4, 3), F32))
+    out, lse = FakeCupyArray((1, 3, 4, 8), np.float16), FakeCupyArray((1, 4, 3), F32)
     with pytest.raises(UnsupportedError, match=r"merge_states has no kernel yet.*cupy.asnumpy"):
         cupyflash.merge_states([out], [lse])
 
@@ -357,6 +347,18 @@ def test_torch_results_keep_qs_strides_and_take_numpy_vectors(rng: np.random.Gen
     assert out.stride() == (120, 6, 30, 1)
     bias = torch.zeros(7).expand(5, 7)  # stride 0 is a broadcast like another
     assert torch.equal(cupyflash.attention(q, k, v, bias=bias), cupyflash.attention(q, k, v))
+
+
+def test_torch_strides_are_read_where_they_are_not_those_of_c() -> None:
+    torch = pytest.importorskip("torch", reason=NO_TORCH)
+    x = torch.arange(480, dtype=torch.float32)
+    for shape, strides in (((2, 3, 4, 5), (60, 20, 5, 1)), ((2, 3, 4, 5), (60, 5, 15, 1)), ((2, 3, 1, 5), (120, 40, 0, 1))):
+        view = arrays.view(x.as_strided(shape, strides), "x")
+        assert (view.shape, view.strides, type(view.shape)) == (shape, strides, tuple)
+    odd = arrays.view(x.as_strided((1, 3, 1, 5), (7, 5, 0, 1)), "x")  # an axis of one is never stepped along
+    assert odd.strides == (15, 5, 5, 1)
+    kinds = {arrays.READERS[torch.Tensor](x.as_strided((2, 3), strides), "x")[1] for strides in ((3, 1), (1, 2), (4, 1), (3, 1))}
+    assert len(kinds) == 3
 
 
 def test_kf_082_gradients_are_never_lost_silently(rng: np.random.Generator) -> None:

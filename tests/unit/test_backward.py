@@ -238,18 +238,24 @@ def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, monkeypatch: py
     monkeypatch.setattr(backward, "HOST", None)
     monkeypatch.setattr(backward, "query", lambda device_id: KNOWN["90a"])
     monkeypatch.setattr(backward.launch, "check_process", lambda: None)
-    monkeypatch.setattr(backward.launch, "run", lambda *given: launched.append(given))
-    monkeypatch.setattr(backward.arrays, "current_stream", lambda like: 7)
+    monkeypatch.setattr(backward.arrays, "stream_reader", lambda like: lambda: 7)
+
+    def launcher(*given: Any) -> Any:
+        return lambda *addresses: launched.append((*given, *addresses))
+
+    monkeypatch.setattr(backward.launch, "launcher", launcher)
+    monkeypatch.setattr(backward, "_prepare", backward._prepare.__wrapped__)
     dout, q, k, v, out, lse = arrays(rng, sq=6, sk=9)
     bias, slopes, dk = rng.standard_normal((6, 9)).astype(F32), np.ones((2, 4), F32), np.empty((2, 2, 9, 8), F32).swapaxes(1, 2)
     options: dict[str, Any] = {"bias": bias, "alibi_slopes": slopes, "causal": True, "wrt": ("q", "k", "bias", "alibi_slopes"), "dk": dk}
     grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **options)
     assert grads.dk is dk
-    ((schedule, pointers, numbers, _, spec, _, stream),) = launched
+    ((schedule, packing, spec, _, stream, addresses, more),) = launched
     assert [step.variant.family for step in schedule.steps] == ["bwd_delta", "bwd_simple", "bwd_sum"]
-    assert (spec, stream) == (KNOWN["90a"], 7)
+    assert (spec, stream()) == (KNOWN["90a"], 7)
     names = [name for name, _ in params.BACKWARD_FIELDS]
-    packed = dict(zip(names, params.BACKWARD.unpack(params.POINTERS.pack(*pointers) + numbers), strict=True))
+    content = packing.content.pack(b"", *addresses, more.join(packing.numbers), 0, 0)[:-16]
+    packed = dict(zip(names, params.BACKWARD.unpack(content), strict=True))
     known = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": grads.dq, "dk": dk, "dbias": grads.dbias, "bias": bias}
     assert {name: packed[name] for name in known} == {name: x.ctypes.data for name, x in known.items()}
     assert packed["dalibi_slopes"] == grads.dalibi_slopes.ctypes.data

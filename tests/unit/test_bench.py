@@ -27,6 +27,9 @@ RESULT_FIELDS = {
 }
 
 
+WHY_NOT = gpu.why_not
+
+
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     """The same here as on a machine with a GPU: what needs one is in tests/gpu."""
@@ -574,6 +577,29 @@ def gpu_machine(monkeypatch):
     monkeypatch.setattr(gpu, "why_no_cublas", lambda: "CuPy finds no cuBLAS (libcublas.so.13)")
     monkeypatch.setattr(cli, "gpu_tour_suite", lambda: (SMALL, DECODE))
     monkeypatch.setattr(cupyflash, "warmup", lambda problems: [])
+
+
+LISTED = machine.Driver("12.4", [machine.Gpu("NVIDIA A100", "sm_80", 40 << 30)])
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("command", [("tour",), ("fwd", "--seqlen", "32"), ("check",)])
+def test_a_gpu_that_cannot_be_used_is_not_passed_over_in_silence(monkeypatch, command):
+    monkeypatch.setattr(cli, "nvidia_driver", lambda: LISTED)
+    monkeypatch.setattr(gpu, "why_not", lambda: "CuPy is not installed: pip install [cuda12]")
+    said = "There is a GPU, and arrays are in host memory all the same: CuPy is not installed: pip install [cuda12]"
+    assert said in run(*command, COLUMNS="200").stderr
+    assert said not in run(*command, "--device", "host", COLUMNS="200").stderr
+
+
+def test_why_a_gpu_cannot_be_used_is_the_librarys_own_answer(monkeypatch):
+    monkeypatch.setattr(gpu, "nvidia_driver", lambda: LISTED)
+    for answer, expected in (
+        (cupyflash.Support(False, "the driver is too old"), "the driver is too old"),
+        (cupyflash.Support(True, "x"), None),
+    ):
+        monkeypatch.setattr(cupyflash, "supports", lambda answer=answer, **call: answer if call["device"] == "cuda" else None)
+        assert WHY_NOT() == expected
 
 
 @pytest.mark.usefixtures("small", "gpu_machine")

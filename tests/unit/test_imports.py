@@ -34,7 +34,7 @@ ALLOWED = {
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
     "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
     "keywords": set(),
-    "launch": {"jit", "tensormap", "params", "plan", "device", "environment"},  # device: its type; environment: how to get CuPy
+    "launch": {"jit", "tensormap", "plan", "device", "environment"},  # device: its type; environment: how to get CuPy
     "params": {"problem"},  # the struct is filled from a problem
     "plan": {"problem", "variants", "device"},
     "problem": set(),

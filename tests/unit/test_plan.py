@@ -60,7 +60,7 @@ def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
     assert tile(64, "80") == "fwd_sm80__bf16_d64__m128n128s2w4"
     assert tile(40, "80") == "fwd_sm80__bf16_d48__m128n128s2w4"
     assert tile(256, "100") == "fwd_sm80__bf16_d256__m128n64s2w8"
-    assert tile(256, "90a") == "fwd_sm90__bf16_d256__m128n80s2q1"
+    assert tile(256, "90a") == "fwd_sm90__bf16_d256__m128n64s2q1to"
     assert tile(256, "86") == "fwd_sm80__bf16_d256__m64n32s2w4"
 
 
@@ -84,8 +84,32 @@ def test_what_tensor_maps_cannot_describe_runs_without_them() -> None:
     assert family() == "fwd_sm90"
     assert family(tensor_maps=False) == family(tensor_maps=False, aligned16=False) == "fwd_sm80"
     (step,) = plan.forward(problem(head_dim=64, head_dim_v=64), KNOWN["90a"]).steps
-    assert step.boxes == (("q", 192), ("k", 112), ("v", 112))
+    assert step.boxes == (("q", 256), ("k", 64), ("v", 64), ("out", 8))
+    (step,) = plan.forward(problem(head_dim=64, head_dim_v=128), KNOWN["90a"]).steps  # O's rows do not fit Q's memory
+    assert [name for name, _ in step.boxes] == ["q", "k", "v"]
     assert plan.forward(problem(), KNOWN["80"]).steps[0].boxes == ()
+
+
+def test_rows_for_short_calls_and_for_causal_ones() -> None:
+    def tile(**fields: Any) -> str:
+        return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.tile
+
+    assert tile(seqlen_k=1024) == "m128n96s3q2t"
+    assert tile(seqlen_k=1025) == "m192n64s3q2pt"
+    assert tile(seqlen_k=1025, window_right=0) == tile(seqlen_k=1025, window_left=9) == "m192n64s3q2t"
+
+
+def test_a_window_a_sink_and_used_lengths_stay_in_the_fast_rows_of_sm_90() -> None:
+    for fields in (
+        {"window_left": 3},
+        {"sink": "float32"},
+        {"sink": "bfloat16"},
+        {"seqused_k": True},
+        {"window_left": 3, "seqused_q": True},
+    ):
+        assert plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
+    for fields in ({"softcap": 2.0}, {"mask": True}, {"bias": "float32"}, {"alibi": True}):
+        assert not plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
 
 
 def test_names_hold_the_flags_that_change_the_code() -> None:
@@ -264,6 +288,10 @@ def test_a_packed_call_holds_each_value_under_its_name() -> None:
     assert (packed["window_left"], packed["window_right"], packed["top_left"]) == (2**31 - 1, 0, 0)
     assert (packed["seqlen_q"], packed["head_dim_v"], packed["softcap"]) == (1000, 128, 2.0)
     assert packed["softmax_scale_log2"] == pytest.approx(0.1 * 1.4426950408889634)
+    for lse in (None, fake(8, 1, 1, 1)):  # only the addresses that are there, to the same places
+        given = [ptr for ptr in params.pointers(operands, lse) if ptr]
+        codes = params.pointers_given(operands, lse)
+        assert struct.pack(f"<{codes}", *given) == params.POINTERS.pack(*params.pointers(operands, lse))
 
 
 def test_a_packed_backward_call_holds_each_value_under_its_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import ml_dtypes
@@ -135,8 +136,17 @@ def test_kf_133_foreign_keywords_name_ours(foreign: str, ours: str) -> None:
     assert ours in str(caught.value)
 
 
+def test_a_keyword_for_an_array_is_refused_as_well() -> None:
+    x = np.ones((1, 2, 1, 4), F32)
+    with pytest.raises(TypeError, match=r"attention\(\) has no argument 'v'; it takes alibi_slopes, "):
+        cupyflash.attention(x, x, x, v=x)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        cupyflash.attention(x, x, v=x)
+    parameters = inspect.signature(cupyflash.attention).parameters
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY}
+
+
 def test_foreign_keywords_point_at_arguments_that_exist() -> None:
-    import inspect
     import re
 
     from cupyflash.keywords import FOREIGN

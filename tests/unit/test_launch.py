@@ -1,0 +1,319 @@
+"""What a call on a GPU gives the driver, and when, on stand-ins for the driver, for CuPy and for its arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import LaunchError, StateError, api, arrays, jit, launch, params, tensormap
+from cupyflash.device import KNOWN
+
+FIELDS = [name for name, _ in params.FORWARD_FIELDS]
+MAP = tensormap.MAP_BYTES
+
+
+class Array:
+    """cupy.ndarray of the device 0, in host memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, memory: Any = None, strides: Any = None) -> None:
+        self.data = memory or alloc(16 * int(np.prod(shape)))
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.strides = strides or np.empty(shape, dtype).strides
+
+
+def alloc(num_bytes: int) -> Any:
+    memory = np.zeros(num_bytes + 16, np.uint8)
+    return types.SimpleNamespace(ptr=-(-memory.ctypes.data // 16) * 16, device_id=0, memory=memory)
+
+
+class DriverError(Exception):
+    pass
+
+
+class Gpu:
+    """The functions of the driver and the runtime that are called; each launch is kept as what the driver would read then."""
+
+    CUDADriverError = DriverError
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+        self.stream, self.replaced, self.bound, self.fails = 7, 0, [], False
+        self.here = threading.local()  # the context of a thread: 100 and the device's id
+
+    def launchKernel(self, handle: int, x: int, y: int, z: int, *rest: int) -> None:  # noqa: N802
+        if self.fails:
+            raise DriverError("CUDA_ERROR_INVALID_VALUE")
+        *_, stream, address, extra = rest
+        first, second = struct.unpack("<2Q", ctypes.string_at(address, 16))
+        packed = dict(zip(FIELDS, params.FORWARD.unpack(ctypes.string_at(first, params.FORWARD.size)), strict=True))
+        maps = b"" if second == first else ctypes.string_at(second, 4 * MAP)
+        assert second % 64 == extra == 0
+        self.launches.append(types.SimpleNamespace(handle=handle, grid=(x, y, z), stream=stream, packed=packed, maps=maps))
+
+    def ctxGetCurrent(self) -> int:  # noqa: N802
+        return getattr(self.here, "context", 0)
+
+    def ctxSetCurrent(self, context: int) -> None:  # noqa: N802
+        self.here.context = context
+
+    def getDevice(self) -> int:  # noqa: N802
+        return max(self.ctxGetCurrent() - 100, 0)
+
+    def setDevice(self, device_id: int) -> None:  # noqa: N802
+        self.bound.append(device_id)
+        self.here.context = 100 + device_id
+
+    def get_current_stream(self, device_id: int) -> Any:
+        return types.SimpleNamespace(ptr=self.stream)
+
+    # Of libcuda. A map begins with the address; what it was encoded from follows.
+    def cuTensorMapEncodeTiled(self, place: Any, *given: Any) -> int:  # noqa: N802
+        shape, strides = (np.array(array[:], np.uint64).tobytes() for array in given[3:5])
+        ctypes.memmove(place, (bytes(8) + shape + strides).ljust(MAP, b"."), MAP)
+        return 0
+
+    def cuTensorMapReplaceAddress(self, place: int, address: int) -> int:  # noqa: N802
+        self.replaced += 1
+        ctypes.c_uint64.from_address(place).value = address
+        return 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    this = Gpu()
+    cupy = types.ModuleType("cupy")
+    cupy.ndarray, cupy.cuda = (
+        Array,
+        types.SimpleNamespace(  # type: ignore[attr-defined]
+            driver=this, runtime=this, alloc=alloc, get_current_stream=this.get_current_stream
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(arrays, "READERS", arrays._Readers())
+    monkeypatch.setattr(api, "_prepare", arrays.cached_by_kinds(api._prepare.__wrapped__))
+    monkeypatch.setattr(api, "query", lambda device_id: KNOWN["90a"])
+    monkeypatch.setattr(launch, "_cuda", lambda: (this, this))
+    monkeypatch.setattr(launch, "_first_process", None)
+    monkeypatch.setattr(tensormap, "_driver", lambda: this)
+    monkeypatch.setattr(jit, "_kernels", {})
+    monkeypatch.setattr(jit, "_load", lambda variant, *_: jit.Kernel(len(variant.name), None))
+    launch.contexts.cache_clear()
+    launch._parameters.cache_clear()
+    return this
+
+
+def make(seqlen: int = 64, heads: int = 2) -> list[Array]:
+    return [Array((1, seqlen, heads, 64), np.float16) for _ in range(3)]
+
+
+def maps_of(call: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """The address and the shape (D, S, H, B) in each map of a launch."""
+    return [(words[0], words[1:5]) for words in struct.iter_unpack("<16Q", call.maps)]
+
+
+# --- a call's parameters ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_has_the_addresses_of_its_call(gpu: Gpu) -> None:
+    q, k, v = make()
+    out = cupyflash.attention(q, k, v)
+    lse = cupyflash.attention(q, k, v, return_lse=True).lse
+    mask, target = Array((64, 64), np.bool_), Array((1, 64, 2, 64), np.float16)
+    assert cupyflash.attention(q, k, v, mask=mask, out=target) is target
+    plain, with_lse, with_mask = (call.packed for call in gpu.launches)
+    for packed in (plain, with_lse, with_mask):
+        assert [packed[name] for name in ("q", "k", "v")] == [x.data.ptr for x in (q, k, v)]
+        assert [packed[name] for name in ("q_stride_seq", "seqlen_k", "num_heads_q")] == [128, 64, 2]
+    assert [plain[name] for name in ("out", "lse", "mask", "bias")] == [out.data.ptr, 0, 0, 0]
+    assert [with_lse[name] for name in ("lse", "mask", "lse")] == [lse.data.ptr, 0, lse.data.ptr]
+    assert [with_mask[name] for name in ("out", "mask", "bias", "lse")] == [target.data.ptr, mask.data.ptr, 0, 0]
+    assert [call.stream for call in gpu.launches] == [7, 7, 7]
+
+
+def test_addresses_are_put_into_tensor_maps_once(gpu: Gpu) -> None:
+    inputs, others, target = make(), make(), Array((1, 64, 2, 64), np.float16)
+    for arguments in (inputs, others, inputs, others):
+        cupyflash.attention(*arguments, out=target)
+    assert gpu.replaced == 8
+    for call, arguments in zip(gpu.launches, (inputs, others, inputs, others), strict=True):
+        assert maps_of(call) == [(x.data.ptr, (64, 64, 2, 1)) for x in (*arguments, target)]
+
+
+def test_an_address_that_comes_back_with_another_shape_has_a_map_of_its_own(gpu: Gpu) -> None:
+    memory, target = [alloc(1 << 16) for _ in range(3)], alloc(1 << 16)
+    for seqlen, heads in ((64, 2), (32, 4), (64, 2), (128, 1)):
+        shape = (1, seqlen, heads, 64)
+        cupyflash.attention(*(Array(shape, np.float16, m) for m in memory), out=Array(shape, np.float16, target))
+        assert maps_of(gpu.launches[-1]) == [(m.ptr, (64, seqlen, heads, 1)) for m in (*memory, target)]
+        assert [gpu.launches[-1].packed[name] for name in ("seqlen_q", "q_stride_seq")] == [seqlen, heads * 64]
+
+
+def test_what_is_kept_of_addresses_is_bounded(gpu: Gpu) -> None:
+    most = launch._parameters.cache_info().maxsize
+    assert most is not None
+    cupyflash.attention(*make())
+    queue = launch.launcher(*launched(gpu))
+    for address in range(most + 100):
+        queue((address, 1, 2, 3))
+    assert launch._parameters.cache_info().currsize == most
+    queue((0, 1, 2, 3))  # one of those that went
+    assert gpu.launches[-1].packed["q"] == 0
+
+
+def launched(gpu: Gpu) -> Any:
+    """What a launcher of fwd_sm80, which has no maps, is made of."""
+    problem = api.dense(api.Operands(*(arrays.describe(arrays.read(x, "x")[1], "x") for x in make())))[0]
+    schedule = api.plan.forward(problem, KNOWN["80"])
+    packing = launch.Packing("4Q56x", (bytes(params.FORWARD.size - params.POINTERS.size),), params.FORWARD.size)
+    return schedule, packing, KNOWN["80"], 0, lambda: 9
+
+
+def test_threads_have_parameters_of_their_own(gpu: Gpu) -> None:
+    """Calls of one kind and of two, in turn, with few addresses that recur and with ever new ones."""
+    inputs = [make(seqlen) for seqlen in (64, 96) for _ in range(4)]
+    expected: dict[int, Any] = {x[0].data.ptr: (x[0].shape[1], [y.data.ptr for y in x]) for x in inputs}
+    errors: list[Any] = []
+
+    def calls(seed: int) -> None:
+        try:
+            turns = random.Random(seed)
+            for _ in range(300):
+                cupyflash.attention(*turns.choice(inputs))
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert len(gpu.launches) == 2400
+    for call in gpu.launches:
+        seqlen, pointers = expected[call.packed["q"]]
+        assert [call.packed[name] for name in ("q", "k", "v", "seqlen_k")] == [*pointers, seqlen]
+        assert maps_of(call) == [(ptr, (64, seqlen, 2, 1)) for ptr in (*pointers, call.packed["out"])]
+
+
+def test_a_refused_launch_names_the_kernel(gpu: Gpu) -> None:
+    gpu.fails = True
+    with pytest.raises(LaunchError, match=r"the driver refused fwd_sm90__.* on a grid of \(\d+, 1, 1\): CUDA_ERROR_INVALID_VALUE"):
+        cupyflash.attention(*make())
+    gpu.fails = False
+    cupyflash.attention(*make())
+    assert len(gpu.launches) == 1
+
+
+def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_call(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capturing(*_: Any) -> Any:
+        raise StateError("in a capture")
+
+    inputs = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_load", capturing)
+        with pytest.raises(StateError):
+            cupyflash.attention(*inputs)
+    cupyflash.attention(*inputs)
+    monkeypatch.setattr(jit, "load", capturing)  # and never asked for again
+    cupyflash.attention(*inputs)
+    assert len(gpu.launches) == 2
+
+
+# --- where it runs -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_without_a_context_gets_one_once(gpu: Gpu) -> None:
+    inputs = make()
+    for _ in range(3):
+        cupyflash.attention(*inputs)
+    assert (gpu.bound, gpu.ctxGetCurrent()) == ([0], 100)
+    thread = threading.Thread(target=cupyflash.attention, args=inputs)
+    thread.start()
+    thread.join()
+    assert gpu.bound == [0, 0]
+    assert len(gpu.launches) == 4
+
+
+def test_another_current_device_is_left_as_it_was(gpu: Gpu) -> None:
+    gpu.here.context = 103
+    for _ in range(2):
+        cupyflash.attention(*make())
+    assert (gpu.bound, gpu.ctxGetCurrent()) == ([0, 0], 103)
+    gpu.here.context = 55  # of somebody else, and of device 0
+    cupyflash.attention(*make())
+    cupyflash.attention(*make())
+    assert (gpu.bound, gpu.ctxGetCurrent()) == ([0, 0], 55)
+    gpu.fails = True
+    gpu.here.context = 103
+    with pytest.raises(LaunchError):
+        cupyflash.attention(*make())
+    assert gpu.ctxGetCurrent() == 103
+
+
+# --- forked processes --------------------------------------------------------------------------------------------------------------------
+
+FORK = """
+import os
+import numpy as np
+import cupyflash
+from cupyflash import StateError, api, backward, launch
+
+x = np.ones((1, 4, 1, 8), np.float32)
+out, lse, _ = cupyflash.attention(x, x, x, return_lse=True)
+cupyflash.attention_backward(out, x, x, x, out, lse)
+launch.check_process()
+caches = api._prepare, backward._prepare
+assert all(cached.cache_info().currsize for cached in caches)
+if pid := os.fork():
+    assert os.waitpid(pid, 0)[1] == 0
+    assert all(cached.cache_info().currsize for cached in caches)
+    launch.check_process()
+    print("done")
+else:
+    try:
+        assert not any(cached.cache_info().currsize for cached in caches)  # the next call on a GPU is prepared anew, and asks:
+        try:
+            launch.check_process()
+        except StateError as e:
+            assert "fork" in str(e)
+        else:
+            raise AssertionError
+        cupyflash.attention(x, x, x)  # in host memory nothing is lost
+        os._exit(0)
+    finally:
+        os._exit(1)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_kf_099_a_forked_process_prepares_its_calls_anew() -> None:
+    root = Path(cupyflash.__file__).parents[1]
+    run = subprocess.run((sys.executable, "-c", FORK), cwd=root, capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("done\n", "")
+
+
+def test_a_call_is_refused_where_the_process_is(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_first_process", os.getpid() + 1)
+    for _ in range(2):
+        with pytest.raises(StateError, match="forked"):
+            cupyflash.attention(*make())
+    with pytest.raises(cupyflash.ShapeError):  # a wrong call is a wrong one first
+        cupyflash.attention(*make()[:2], Array((1, 63, 2, 64), np.float16))
+    assert not gpu.launches
