@@ -132,7 +132,8 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
     read_vectors(rows, smem.reference[stage] + row_s, smem.delta[stage] + row_s);
     float rS[kTilesS][kKeysS / 8][4], rdP[kTilesS][kKeysS / 8][4];
     multiply_qk<Element, typename M::TileQ, typename M::TileK, kTilesS, kKeysS, C::kHeadDim>(rS, sQ, smem.k, row_s, key_s);
-    multiply_qk<Element, typename M::TileO, typename M::TileV, kTilesS, kKeysS, C::kHeadDimV>(rdP, sdO, smem.v, row_s, key_s, rows.minus_delta);
+    multiply_qk<Element, typename M::TileO, typename M::TileV, kTilesS, kKeysS, C::kHeadDimV>(rdP, sdO, smem.v, row_s, key_s,
+                                                                                              rows.minus_delta);
     auto step = [&](auto masked) {
       gradient_step<C, decltype(masked)::value, kTilesS, kKeysS>(f, score_context<C>(f, w.b, at.h), w.s, at.i * C::kBlockM + row_s,
                                                                  w.key + key_s, rS, rdP, rows, [](auto...) {});
@@ -146,7 +147,8 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
     store_tile<C, typename M::TileP, kTilesS, kKeysS>(smem.ds, rdP, row_s, key_s);
     __syncthreads();  // P and dS are there
 
-    add_ab<Element, typename M::TileP, typename M::TileO, true, kTilesK, C::kBlockM, C::kHeadDimV, kWarpsD>(rdV, smem.p, sdO, key_k, part_k);
+    add_ab<Element, typename M::TileP, typename M::TileO, true, kTilesK, C::kBlockM, C::kHeadDimV, kWarpsD>(rdV, smem.p, sdO, key_k,
+                                                                                                            part_k);
     add_ab<Element, typename M::TileP, typename M::TileQ, true, kTilesK, C::kBlockM, C::kHeadDim, kWarpsD>(rdK, smem.ds, sQ, key_k, part_k);
     if constexpr (C::kSumQ) {
       float rdQ[kTilesQ][2 * ColumnsQ::kCount][4] = {};
@@ -158,7 +160,8 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
         if (at.i * C::kBlockM + row_q + 16 * m >= f.seqlen_q) break;
 #pragma unroll
         for (int c = 0; c < 2 * ColumnsQ::kCount; ++c) {
-          if (ColumnsQ::exists(part_q, c / 2)) QuerySums<C>::add(g + (m * (C::kHeadDim / 8) + c / 2 * 2 * kWarpsE + c % 2) * 128, rdQ[m][c]);
+          if (ColumnsQ::exists(part_q, c / 2))
+            QuerySums<C>::add(g + (m * (C::kHeadDim / 8) + c / 2 * 2 * kWarpsE + c % 2) * 128, rdQ[m][c]);
         }
       }
     }
@@ -196,7 +199,8 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) bwd_sm80(const __grid_constant__ cupyflash::BackwardParams p) {
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, Config::kBlocks)
+    bwd_sm80(const __grid_constant__ cupyflash::BackwardParams p) {
   extern __shared__ __align__(128) char dynamic_smem[];
   cupyflash::backward<Config>(p, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));
 }

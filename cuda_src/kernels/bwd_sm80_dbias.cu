@@ -1,5 +1,5 @@
-// bwd_sm80_dbias.cu: the gradient of a bias by cp.async and mma.sync, in one fixed order of additions, for fp16 and bf16 on sm_80 and newer.
-// Read it after bwd_sm80.cu.
+// bwd_sm80_dbias.cu: the gradient of a bias by cp.async and mma.sync, in one fixed order of additions, for fp16 and bf16 on sm_80 and
+// newer. Read it after bwd_sm80.cu.
 //
 // Algorithm  dBias_ij = dS_ij, summed in float over the axes along which the bias was broadcast, whose size is 1 in dBias. S and dP are
 //            computed again, as in bwd_sm80, which has no room for these sums.
@@ -54,8 +54,8 @@ __device__ inline void add_tile(const BackwardParams& p, Smem<C>& smem, const Wo
   const auto* gQ = static_cast<const Element*>(f.q) + w.b * f.q_stride_batch + w.h * f.q_stride_head + w.row * f.q_stride_seq;
   const auto* gK = static_cast<const Element*>(f.k) + w.b * f.k_stride_batch + h_kv * f.k_stride_head + key * f.k_stride_seq;
   const auto* gV = static_cast<const Element*>(f.v) + w.b * f.v_stride_batch + h_kv * f.v_stride_head + key * f.v_stride_seq;
-  const auto* gdO = static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + w.h * p.dout_stride_head +
-                    w.row * p.dout_stride_seq;
+  const auto* gdO =
+      static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + w.h * p.dout_stride_head + w.row * p.dout_stride_seq;
   __syncthreads();  // all have done with the tile before
   load_tile<typename M::TileQ, kThreads, true, C::kUnaligned>(smem.q, gQ, f.q_stride_seq, rows, f.head_dim);
   load_tile<typename M::TileK, kThreads, true, C::kUnaligned>(smem.k, gK, f.k_stride_seq, keys, f.head_dim);
@@ -78,7 +78,8 @@ __device__ inline void add_tile(const BackwardParams& p, Smem<C>& smem, const Wo
 
   float rS[kTiles][kKeys / 8][4], rdP[kTiles][kKeys / 8][4];
   multiply_qk<Element, typename M::TileQ, typename M::TileK, kTiles, kKeys, C::kHeadDim>(rS, smem.q, smem.k, warp_row, warp_key);
-  multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, kKeys, C::kHeadDimV>(rdP, smem.dout, smem.v, warp_row, warp_key, vectors.minus_delta);
+  multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, kKeys, C::kHeadDimV>(rdP, smem.dout, smem.v, warp_row, warp_key,
+                                                                                          vectors.minus_delta);
   auto step = [&](auto masked) {
     gradient_step<C, decltype(masked)::value, kTiles, kKeys>(
         f, w.context, w.s, w.row + warp_row, key + warp_key, rS, rdP, vectors,
@@ -130,8 +131,9 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   __syncthreads();  // the sums are there
   const int row = rows.is_summed ? 0 : rows.first * C::kBlockM, key = keys.is_summed ? 0 : keys.first * C::kBlockN;
   const int height = rows.is_summed ? 1 : min(C::kBlockM, f.seqlen_q - row), width = keys.is_summed ? 1 : min(C::kBlockN, f.seqlen_k - key);
-  auto* g = static_cast<typename C::Bias*>(p.dbias) +
-            (((batches.is_summed ? 0 : batches.first) * p.dbias_heads + (heads.is_summed ? 0 : heads.first)) * p.dbias_q + row) * p.dbias_k + key;
+  auto* g =
+      static_cast<typename C::Bias*>(p.dbias) +
+      (((batches.is_summed ? 0 : batches.first) * p.dbias_heads + (heads.is_summed ? 0 : heads.first)) * p.dbias_q + row) * p.dbias_k + key;
   for (int n = threadIdx.x; n < height * width; n += kThreads) {
     const int r = n / width, c = n % width;
     float sum = 0;

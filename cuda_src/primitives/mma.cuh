@@ -1,5 +1,5 @@
-// mma.cuh: tile x tile by mma.sync m16n8k16, of the forward and of the backward. A warp owns kTiles x 16 rows; its accumulators are [16-row tile][8-column tile][4], where
-// element e of lane l is row l / 4 + (e >= 2 ? 8 : 0), column 2 (l % 4) + e % 2.
+// mma.cuh: tile x tile by mma.sync m16n8k16, of the forward and of the backward. A warp owns kTiles x 16 rows; its accumulators are [16-row
+// tile][8-column tile][4], where element e of lane l is row l / 4 + (e >= 2 ? 8 : 0), column 2 (l % 4) + e % 2.
 #pragma once
 
 #include "tile.cuh"
@@ -85,12 +85,13 @@ struct Dealt {
 // C (kTiles x 16 rows x the warp's share of kWidth columns) += A B, over kDepth; A and B in shared memory, row-major. With kTransposed the
 // tile of A is A^T: its rows are the depth, its columns the rows of C.
 template <class Element, class TileA, class TileB, bool kTransposed, int kTiles, int kDepth, int kWidth, int kWarps>
-__device__ inline void add_ab(float (&rC)[kTiles][2 * Dealt<kWidth, kWarps>::kCount][4], const char* sA, const char* sB, int row, int warp) {
+__device__ inline void add_ab(float (&rC)[kTiles][2 * Dealt<kWidth, kWarps>::kCount][4], const char* sA, const char* sB, int row,
+                              int warp) {
   static_assert(!(kTransposed && TileA::kSwizzled) || (kTiles & (kTiles - 1)) == 0, "a warp's columns start at a multiple of their number");
   using Columns = Dealt<kWidth, kWarps>;
   const int lane = threadIdx.x % 32;
-  const Cursor<TileA> a = kTransposed ? Cursor<TileA>(sA, lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2)
-                                      : Cursor<TileA>(sA, row + lane % 16, lane / 16);
+  const Cursor<TileA> a =
+      kTransposed ? Cursor<TileA>(sA, lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2) : Cursor<TileA>(sA, row + lane % 16, lane / 16);
   const Cursor<TileB> b(sB, lane % 16, 2 * warp + lane / 16);
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) {

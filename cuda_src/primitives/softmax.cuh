@@ -1,6 +1,6 @@
-// softmax.cuh: what the tiled kernels of the forward do between their two products, the online softmax on the accumulators of S, and the end
-// of a row. A warp owns kTiles x 16 rows in the accumulator layout of mma.sync and wgmma alike:
-// [16-row tile][8-column tile][4], where element e of lane l is row l / 4 + (e >= 2 ? 8 : 0), column 2 (l % 4) + e % 2.
+// softmax.cuh: what the tiled kernels of the forward do between their two products, the online softmax on the accumulators of S, and the
+// end of a row. A warp owns kTiles x 16 rows in the accumulator layout of mma.sync and wgmma alike: [16-row tile][8-column tile][4], where
+// element e of lane l is row l / 4 + (e >= 2 ? 8 : 0), column 2 (l % 4) + e % 2.
 #pragma once
 
 #include "work.cuh"

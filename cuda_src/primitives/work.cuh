@@ -1,5 +1,5 @@
-// work.cuh: what one block of a tiled kernel works on: which keys its rows meet, how q.k becomes the score of a softmax, and how results are
-// written. Accumulators lie as mma.cuh and wgmma.cuh have them.
+// work.cuh: what one block of a tiled kernel works on: which keys its rows meet, how q.k becomes the score of a softmax, and how results
+// are written. Accumulators lie as mma.cuh and wgmma.cuh have them.
 #pragma once
 
 #include "ptx.cuh"

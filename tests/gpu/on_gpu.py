@@ -17,7 +17,8 @@ import pytest
 from judge import judge, standard_attention
 
 import cupyflash
-from cupyflash import api, device, jit, plan, reference, variants
+from cupyflash import api, arrays, backward, device, jit, plan, reference, variants
+from cupyflash.problem import ITEMSIZE
 
 LIBRARIES = ("cupy", "torch")
 TORCH = "PyTorch is not installed; pip install torch"
@@ -133,16 +134,16 @@ def row_name(row: variants.Row) -> str:
 
 
 @contextlib.contextmanager
-def only(*rows: variants.Row) -> Iterator[None]:
+def only(*rows: variants.Row, table: str = "FORWARD") -> Iterator[None]:
     """Calls choose among these rows alone; the caches of the modules that plan are emptied, so that each call is planned anew."""
 
     def forget() -> None:
-        for cached in (*vars(api).values(), *vars(plan).values()):
+        for cached in (*vars(api).values(), *vars(backward).values(), *vars(plan).values()):
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "FORWARD", rows)
+        patch.setattr(plan, table, rows)
         forget()
         try:
             yield
@@ -154,7 +155,25 @@ def fits(row: variants.Row) -> bool:
     """Whether this GPU can run the row."""
     spec = device.query(0)
     widest = variants.Variant(row.family, row.dtypes[0], row.head_dim, row.head_dim, (), row.config)
-    return spec.capability >= row.capability and spec.smem_bytes >= widest.smem_bytes
+    smem_bytes = max(kernel.smem_bytes for kernel in (widest, *plan._companions(widest)))
+    return spec.capability >= row.capability and spec.smem_bytes >= smem_bytes
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """What the library makes for a call, results and workspaces, starts as NaN."""
+    empty = arrays.empty
+
+    def nan(like: Any, shape: tuple[int, ...], dtype: str, *order: Any) -> Any:
+        made = empty(like, shape, dtype, *order)
+        num_bytes = int(np.prod(shape)) * (1 if dtype == "uint8" else ITEMSIZE[dtype])
+        if num_bytes and like.device_id >= 0:
+            cupy.cuda.runtime.memsetAsync(made.ptr, 0xFF, num_bytes, arrays.current_stream(like))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays, "empty", nan)
+        yield
 
 
 def needs(row: variants.Row) -> None:
