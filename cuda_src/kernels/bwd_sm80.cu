@@ -193,7 +193,8 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   }
   __syncthreads();  // what was written of these keys is overwritten by other warps, which know now which they are
   for (int j = warp; j < C::kBlockN; j += C::kWarps) {
-    if (again[j / 16] >> (j % 16) & 1 && w.key + j < f.seqlen_k) key_gradient<C>(p, w.b, w.h_kv, w.key + j);
+    const bool asked = again[j / 16] >> (j % 16) & 1 && w.key + j < f.seqlen_k;
+    if (asked && !key_is_lost<C>(p, w.b, w.h_kv, w.key + j)) key_gradient<C>(p, w.b, w.h_kv, w.key + j);
   }
 }
 

@@ -1,5 +1,5 @@
-"""Each row of the backward's kernel table: all pairs of options that it serves, the edges of its blocks, equal bits in every run where asked
-for, and what leaves the range of its arithmetic. Results and workspaces start as NaN."""
+"""Each row of the backward's kernel table: all pairs of options that it serves, the edges of its blocks, equal bits in every run where
+asked, and what leaves the range of its arithmetic. Results and workspaces start as NaN."""
 
 from __future__ import annotations
 
