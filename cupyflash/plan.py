@@ -42,7 +42,7 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
         return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
     if 0 in (p.batch, p.num_heads_q, p.seqlen_q):
         return Plan(())  # a grid of 0 is an error to the driver
-    variant, why = _choose(p, device, FORWARD)
+    variant, row = _choose(p, device, FORWARD)
     boxes: tuple[tuple[str, int], ...] = ()
     if isinstance(variant.config, Sm90Config):
         keys = variant.config.block_n // variant.config.cluster
@@ -50,7 +50,7 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     tiles = _num_tiles(p, variant)
     if isinstance(variant.config, Sm90Config) and variant.config.persistent:
         tiles = min(tiles, device.num_sms)
-    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, why, boxes),))
+    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, row.why, boxes),))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,16 +61,16 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     if device.arch == "host":
         variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
         return Plan((Step(variant, (1, 1, 1), 0, 0, (), "the arrays are in host memory"),))
-    variant, why = _choose(p, device, BACKWARD)
+    variant, row = _choose(p, device, BACKWARD)
     rows = p.batch * p.num_heads_q * p.seqlen_q
     slopes, sinks = ("alibi_slopes" in problem.wrt) * problem.slopes_batch * p.num_heads_q, ("sink" in problem.wrt) * p.num_heads_q
     sums_q = False
     if isinstance(variant.config, BwdConfig):
         sums_q = bool({"k", "v"}.intersection(problem.wrt)) and "q" in problem.wrt and not (problem.deterministic or slopes)
-        gradients = _tiled(problem, variant, why, sums_q)
+        gradients = _tiled(problem, variant, row, sums_q)
     else:
         results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
-        gradients = ((variant, _blocks_of(variant, results), why),)
+        gradients = ((variant, _blocks_of(variant, results), row.why),)
     kernels = (
         *_by_rows(variant, "bwd_delta", rows, "what each row must know of its other keys", "out", "sink", "used"),
         *gradients,
@@ -93,32 +93,33 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
 _Launch = tuple[Variant, int, str]  # how many blocks, and why
 
 
-def _companions(variant: Variant) -> tuple[Variant, ...]:
-    """The other kernels with tiles that a row may launch beside its own."""
+def companions(variant: Variant, row: Row) -> tuple[Variant, ...]:
+    """The other kernels with tiles that a row may launch beside its own: for dq alone, and for the gradient of a bias."""
     c = variant.config
     if not isinstance(c, BwdConfig):
         return ()
     return (
-        variant._replace(family=f"{variant.family}_dq", config=c.rows),
+        variant._replace(family=f"{variant.family}_dq", config=row.dq),
         variant._replace(family=f"{variant.family}_dbias", config=c.bias),
     )
 
 
-def _tiled(problem: BackwardProblem, variant: Variant, why: str, sums_q: bool) -> tuple[_Launch, ...]:
+def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool) -> tuple[_Launch, ...]:
     """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
     p, c = problem.forward, variant.config
     assert isinstance(c, BwdConfig)
+    assert row.dq is not None
     heads = p.batch * p.num_heads_q
-    dq, dbias = _companions(variant)
+    dq, dbias = companions(variant, row)
     launches: list[_Launch] = []
     if {"k", "v"}.intersection(problem.wrt):
         blocks = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
-        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if sums_q else variant, blocks, why))
+        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if sums_q else variant, blocks, row.why))
     if sums_q:
         convert = variant._replace(family="bwd_convert", config=_BY_WARPS)
         launches.append((convert, _blocks_of(convert, heads * _ceil_div(p.seqlen_q, 16)), "dq from its sums"))
     elif {"q", "alibi_slopes"}.intersection(problem.wrt):
-        blocks = heads * _ceil_div(p.seqlen_q, c.rows.block_m)
+        blocks = heads * _ceil_div(p.seqlen_q, row.dq.block_m)
         launches.append((dq, blocks, "dq in one order of additions"))
     if "bias" in problem.wrt:
         *axes, sq, sk = problem.bias_shape
@@ -154,7 +155,7 @@ def _check_head_dims(p: AttentionProblem) -> None:
         raise UnsupportedError(f"no kernel for {name} {dim}: {MAX_HEAD_DIM} is the largest for forward and backward")
 
 
-def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> tuple[Variant, str]:
+def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> tuple[Variant, Row]:
     too_big = ""
     for row in table:
         if p.dtype not in row.dtypes or max(p.head_dim, p.head_dim_v) > row.head_dim or device.capability < row.capability:
@@ -164,9 +165,9 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
         variant = _variant(p, row)
         if not (row.options or PLAIN.issuperset(variant.flags)) or row.causal not in (None, "causal" in variant.flags):
             continue
-        smem_bytes = max(v.smem_bytes for v in (variant, *_companions(variant)))
+        smem_bytes = max(v.smem_bytes for v in (variant, *companions(variant, row)))
         if smem_bytes <= device.smem_bytes:
-            return variant, row.why
+            return variant, row
         too_big = too_big or f"; {variant.name} would need {smem_bytes} bytes of shared memory and a block has {device.smem_bytes}"
     raise UnsupportedError(
         f"no kernel for {p.dtype} with head_dim {p.head_dim} and head_dim_v {p.head_dim_v} on sm_{device.arch}{too_big}",

@@ -88,7 +88,7 @@ class BwdConfig(NamedTuple):
     """`bwd_sm80`: a block of `warps` warps walks block_m query rows at a time for block_n keys; Q and dO have `stages` buffers.
 
     The warps share each product by rows and columns: S and dP have warps_m of them along the query rows, dK and dV warps_n along the keys,
-    dQ warps_q along the query rows. Registers are kept to what lets `blocks` of them share an SM. `rows` is the tile of `bwd_sm80_dq`.
+    dQ warps_q along the query rows. Registers are kept to what lets `blocks` blocks share an SM.
     """
 
     block_m: int
@@ -99,7 +99,6 @@ class BwdConfig(NamedTuple):
     warps_n: int
     warps_q: int
     blocks: int
-    rows: BwdRowsConfig
 
     @property
     def tile(self) -> str:
@@ -193,6 +192,7 @@ class Row(NamedTuple):
     why: str
     arch: str | None = None  # the only one that has its instructions
     causal: bool | None = None  # only causal calls, only others, or any
+    dq: BwdRowsConfig | None = None  # of the kernel that a tiled backward has for dq alone
 
 
 _HALF = ("float16", "bfloat16")
@@ -234,9 +234,8 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
     """`keys` and `rows` are tiles as in the names of kernels: m64n64s2w4g222b2 of bwd_sm80, m128n32s2w4b2 of bwd_sm80_dq."""
     m, n, stages, warps, grids, blocks = map(int, re.findall(r"\d+", keys))
     grid_m, grid_n, grid_q = map(int, str(grids))
-    of_rows = BwdRowsConfig._make(map(int, re.findall(r"\d+", rows)))
-    config = BwdConfig(m, n, stages, warps, grid_m, grid_n, grid_q, blocks, of_rows)
-    return Row("bwd_sm80", _HALF, head_dim, capability, options, config, why)
+    config = BwdConfig(m, n, stages, warps, grid_m, grid_n, grid_q, blocks)
+    return Row("bwd_sm80", _HALF, head_dim, capability, options, config, why, dq=BwdRowsConfig._make(map(int, re.findall(r"\d+", rows))))
 
 
 # The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for. A row of
@@ -250,11 +249,11 @@ BACKWARD = (
     _bwd_sm80(128, 90, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured; on Blackwell dq alone spills up to 40 bytes"),
     _bwd_sm80(128, 80, False, "m64n128s2w8g242b1", "m128n32s2w4b2", "not measured; 165 kB"),
     _bwd_sm80(192, 80, False, "m64n64s2w8g422b1", "m128n32s2w8b1", "not measured; 165 kB"),
-    _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB; on Blackwell it spills up to 40 bytes"),
+    _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB; on Blackwell it spills up to 24 bytes"),
     _bwd_sm80(64, 80, True, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
-    _bwd_sm80(128, 90, True, "m64n64s2w4g222b2", "m64n64s2w4b2", "not measured; on Blackwell it spills up to 16 bytes"),
+    _bwd_sm80(128, 90, True, "m64n64s2w4g222b2", "m64n64s2w4b2", "not measured; a bias alone spills 88 bytes"),
     _bwd_sm80(128, 80, True, "m32n64s2w4g222b2", "m64n64s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),
-    _bwd_sm80(256, 80, True, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB"),
+    _bwd_sm80(256, 80, True, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB; on Blackwell it spills up to 104 bytes"),
     _bwd_sm80(256, 80, True, "m32n64s2w8g222b1", "m64n32s2w4b2", "not measured; 140 kB"),
     _bwd_sm80(256, 80, True, "m32n32s1w4g212b2", "m64n16s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),
     Row("bwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),

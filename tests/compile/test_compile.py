@@ -30,8 +30,8 @@ SPILLS = {
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,
     (128, "m64n64s2w4g222b2", False): 40,
-    (128, "m64n64s2w4g222b2", True): 16,
-    (256, "m64n64s2w8g222b1", False): 40,
+    (256, "m64n64s2w8g222b1", False): 24,
+    (256, "m64n64s2w8g222b1", True): 104,
 }
 
 
@@ -56,7 +56,7 @@ def cases(row: Row) -> Iterator[Case]:
         for dtype in row.dtypes:
             for chosen in ((), flags) if row.causal is None else ((("causal",), flags) if row.causal else ((), ("lse",))):
                 variant = Variant(row.family, dtype, row.head_dim, row.head_dim, chosen, row.config)
-                forms = tuple(gradients(variant)) if isinstance(row.config, BwdConfig) else (variant,)
+                forms = tuple(gradients(variant, row)) if isinstance(row.config, BwdConfig) else (variant,)
                 wanted = dtype == "bfloat16" or (dtype == "float16" and (row in FORWARD or arch == "80")) or arch == "90a"
                 if wanted and serves(row, variant, arch):
                     yield from (Case(form, arch) for form in forms)
@@ -67,7 +67,7 @@ def serves(row: Row, variant: Variant, arch: str) -> bool:
 
     def runs(other: Row) -> bool:
         here = variant._replace(family=other.family, config=other.config)
-        smem_bytes = max(v.smem_bytes for v in (gradients(here) if isinstance(other.config, BwdConfig) else (here,)))
+        smem_bytes = max(v.smem_bytes for v in (here, *plan.companions(here, other)))
         capable = KNOWN[arch].capability >= other.capability and other.arch in (None, arch)
         return capable and smem_bytes <= KNOWN[arch].smem_bytes
 
@@ -79,14 +79,12 @@ def serves(row: Row, variant: Variant, arch: str) -> bool:
     return runs(row)
 
 
-def gradients(variant: Variant) -> Iterator[Variant]:
-    """The kernels with tiles that a row of the backward may launch: with dq and without, dq alone, and the gradient of a bias."""
-    assert isinstance(variant.config, BwdConfig)
+def gradients(variant: Variant, row: Row) -> Iterator[Variant]:
+    """The kernels that a tiled row of the backward may launch: with dq and without, its rounding, dq alone, and the gradient of a bias."""
     yield from (variant, variant._replace(flags=tuple(sorted((*variant.flags, "dq")))))
     yield variant._replace(family="bwd_convert", config=BACKWARD[-1].config)
-    yield variant._replace(family="bwd_sm80_dq", config=variant.config.rows)
-    if "bias" in variant.flags:
-        yield variant._replace(family="bwd_sm80_dbias", config=variant.config.bias)
+    dq, dbias = plan.companions(variant, row)
+    yield from (dq, dbias) if "bias" in variant.flags else (dq,)
 
 
 def around(row: Row) -> Iterator[Case]:

@@ -155,7 +155,7 @@ def fits(row: variants.Row) -> bool:
     """Whether this GPU can run the row."""
     spec = device.query(0)
     widest = variants.Variant(row.family, row.dtypes[0], row.head_dim, row.head_dim, (), row.config)
-    smem_bytes = max(kernel.smem_bytes for kernel in (widest, *plan._companions(widest)))
+    smem_bytes = max(kernel.smem_bytes for kernel in (widest, *plan.companions(widest, row)))
     return spec.capability >= row.capability and spec.smem_bytes >= smem_bytes
 
 

@@ -41,7 +41,7 @@ MOVE = Move("cupy")
 def lengths(row: Row) -> tuple[list[int], list[int]]:
     """Numbers of queries, and of keys, at the edges of the blocks of the row's kernels."""
     c = row.config
-    rows, keys = ({c.block_m, c.rows.block_m}, {c.block_n, c.rows.block_n}) if isinstance(c, BwdConfig) else ({4}, {4})
+    rows, keys = ({c.block_m, row.dq.block_m}, {c.block_n, row.dq.block_n}) if isinstance(c, BwdConfig) else ({4}, {4})
     queries, keys_ = (sorted({1, PRIME, *(n + step for n in blocks for step in (-1, 0, 1))}) for blocks in (rows, keys))
     return queries, keys_
 

@@ -69,7 +69,8 @@ def test_a_tiled_row_of_the_backward_shares_its_products_among_its_warps(row: va
     tiles = max(2 * c.block_m * c.block_n, c.block_m * row.head_dim) // (32 * c.warps)  # S and dP, then dQ
     limit = min(255, 65536 // (32 * c.warps * c.blocks))
     assert accumulators + tiles <= limit - 28
-    r = c.rows
+    r = row.dq
+    assert r is not None
     assert r.block_m in (16 * r.warps, 32 * r.warps)
     assert (2 * r.block_n + row.head_dim) * r.block_m // (32 * r.warps) <= min(255, 65536 // (32 * r.warps * r.blocks)) - 28
 
