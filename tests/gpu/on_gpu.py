@@ -160,7 +160,7 @@ def fits(row: variants.Row) -> bool:
 
 
 @contextlib.contextmanager
-def poisoned() -> Iterator[None]:
+def nan_memory() -> Iterator[None]:
     """What the library makes for a call, results and workspaces, starts as NaN."""
     empty = arrays.empty
 

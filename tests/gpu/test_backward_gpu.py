@@ -22,7 +22,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflas
 
 import test_known_failures_backward  # noqa: E402
 import test_pairs_backward  # noqa: E402
-from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_vjp, only, poisoned  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_vjp, nan_memory, only  # noqa: E402
 from test_known_failures_backward import *  # noqa: E402, F403
 from test_pairs_backward import *  # noqa: E402, F403
 
@@ -38,7 +38,7 @@ WAYS = {*LIBRARIES, *KERNELS}  # the parameters that a test gets here
 @pytest.fixture(autouse=True, params=KERNELS)
 def kernel(request: pytest.FixtureRequest, on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(test_known_failures_backward, "same", same_in_the_dtype)
-    with only(*KERNELS[request.param], table="BACKWARD"), poisoned():
+    with only(*KERNELS[request.param], table="BACKWARD"), nan_memory():
         yield
 
 

@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 import test_pairs_backward  # noqa: E402
-from on_gpu import Move, compile_ahead, fits, host_attention, needs, only, poisoned, row_name  # noqa: E402
+from on_gpu import Move, compile_ahead, fits, host_attention, nan_memory, needs, only, row_name  # noqa: E402
 from test_backward_gpu import REFERENCE, STANDARD  # noqa: E402
 from test_pairs_backward import ALL, MORE, PAIRS  # noqa: E402
 
@@ -62,7 +62,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(reference, "attention_backward", REFERENCE)
     monkeypatch.setattr(test_pairs_backward, "standard_gradients", STANDARD)
     monkeypatch.setattr(cupyflash, "attention_backward", MOVE.attention_backward)
-    with poisoned():
+    with nan_memory():
         yield
 
 
