@@ -26,6 +26,7 @@ SPILLS = {
     (64, "m128n128s2w4", False): 48,
     (128, "m128n64s2w4", False): 56,
     (192, "m128n32s2w4", False): 108,
+    (96, "m64n64s2w4g222b2", False): 16,
 }
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,
@@ -138,10 +139,11 @@ def test_compiles_without_spills(
 
 
 def test_spills_are_explained_by_their_rows() -> None:
-    for table, spills in ((FORWARD, SPILLS), (BACKWARD, SPILLS_ON_BLACKWELL)):
-        for key, num_bytes in spills.items():
-            (row,) = (r for r in table if key_of(r) == key and (table is FORWARD or f"up to {num_bytes} bytes" in r.why))
-            assert "spill" in row.why
+    for key in SPILLS:
+        (row,) = (r for r in (*FORWARD, *BACKWARD) if key_of(r) == key)
+        assert "spill" in row.why
+    for key, num_bytes in SPILLS_ON_BLACKWELL.items():
+        assert any(key_of(r) == key and f"up to {num_bytes} bytes" in r.why for r in BACKWARD)
 
 
 @pytest.mark.parametrize("row", [FORWARD[-1], BACKWARD[-1]], ids=lambda row: row.family)
