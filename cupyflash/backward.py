@@ -71,6 +71,8 @@ def attention_backward(
     wrt : which gradients are wanted, names out of "q", "k", "v", "bias", "alibi_slopes", "sink". What is not named is not computed: dbias
         may be as large as Sq x Sk.
     deterministic : results are equal bit by bit in every run on the same machine. In host memory they always are, on any number of cores.
+        In GPU memory all but dq of 16-bit inputs always are; that is added up by atomics or, with True, computed by a kernel of its own:
+        seven matrix products in place of five.
     dq, dk, dv : arrays for these gradients, returned as such; as `out` of `attention`, and not overlapping each other.
     stream : as in `attention`.
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
 from cupyflash.params import BACKWARD, FORWARD
-from cupyflash.variants import BwdBiasConfig, BwdConfig, BwdSm90Config, SimpleConfig, Sm90Config, Variant
+from cupyflash.variants import BwdBiasConfig, BwdConfig, BwdRowsConfig, BwdSm90Config, SimpleConfig, Sm90Config, Variant
 
 
 class Unit(NamedTuple):
@@ -105,6 +105,8 @@ def _config(variant: Variant, arch: str) -> str:
         numbers["kWarpsM"] = config.warps_m
     if isinstance(config, BwdConfig):
         numbers |= {"kWarpsN": config.warps_n, "kWarpsQ": config.warps_q}
+    if isinstance(config, BwdConfig | BwdRowsConfig):
+        numbers["kBlocks"] = config.blocks
     numbers["kWarps"] = config.warps
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
     lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]

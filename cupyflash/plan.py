@@ -54,11 +54,11 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
         return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
     if 0 in (p.batch, p.num_heads_q, p.seqlen_q):
         return Plan(())  # a grid of 0 is an error to the driver
-    variant, why = _choose(p, device, FORWARD)
+    variant, row = _choose(p, device, FORWARD)
     tiles = _num_tiles(p, variant)
     if isinstance(variant.config, Sm90Config) and variant.config.persistent:
         tiles = min(tiles, device.num_sms)
-    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, why, _boxes(variant)),))
+    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, row.why, _boxes(variant)),))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,14 +72,14 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     rows = p.batch * p.num_heads_q * p.seqlen_q
     slopes, sinks = ("alibi_slopes" in problem.wrt) * problem.slopes_batch * p.num_heads_q, ("sink" in problem.wrt) * p.num_heads_q
     sums_q = bool({"k", "v"}.intersection(problem.wrt)) and "q" in problem.wrt and not (problem.deterministic or slopes)
-    variant, why = _choose(p, device, BACKWARD if sums_q else tuple(row for row in BACKWARD if not isinstance(row.config, BwdSm90Config)))
+    variant, row = _choose(p, device, BACKWARD if sums_q else tuple(r for r in BACKWARD if not isinstance(r.config, BwdSm90Config)))
     tiled = isinstance(variant.config, BwdConfig | BwdSm90Config)
     sums_q = sums_q and tiled
     if tiled:
-        gradients = _tiled(problem, variant, why, sums_q)
+        gradients = _tiled(problem, variant, row, sums_q)
     else:
         results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
-        gradients = ((variant, _blocks_of(variant, results), why),)
+        gradients = ((variant, _blocks_of(variant, results), row.why),)
     kernels = (
         *_by_rows(variant, "bwd_delta", rows, "what each row must know of its other keys", "out", "sink", "used"),
         *gradients,
@@ -114,18 +114,18 @@ def _boxes(variant: Variant) -> tuple[tuple[str, int], ...]:
 _Launch = tuple[Variant, int, str]  # how many blocks, and why
 
 
-def _companions(variant: Variant) -> tuple[Variant, ...]:
-    """The other kernels with tiles that a row may launch beside its own."""
+def companions(variant: Variant, row: Row) -> tuple[Variant, ...]:
+    """The other kernels with tiles that a row may launch beside its own: for dq alone, and for the gradient of a bias."""
     c = variant.config
     if not isinstance(c, BwdConfig):
         return ()
     return (
-        variant._replace(family=f"{variant.family}_dq", config=c.rows),
+        variant._replace(family=f"{variant.family}_dq", config=row.dq),
         variant._replace(family=f"{variant.family}_dbias", config=c.bias),
     )
 
 
-def _tiled(problem: BackwardProblem, variant: Variant, why: str, sums_q: bool) -> tuple[_Launch, ...]:
+def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool) -> tuple[_Launch, ...]:
     """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
     p, c = problem.forward, variant.config
     assert isinstance(c, BwdConfig | BwdSm90Config)
@@ -134,14 +134,15 @@ def _tiled(problem: BackwardProblem, variant: Variant, why: str, sums_q: bool) -
     if {"k", "v"}.intersection(problem.wrt):
         blocks = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
         adds = sums_q and isinstance(c, BwdConfig)  # the others always do
-        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, why))
+        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))
     if sums_q:
         convert = variant._replace(family="bwd_convert", config=_BY_WARPS)
         launches.append((convert, _blocks_of(convert, heads * _ceil_div(p.seqlen_q, 16)), "dq from its sums"))
     if isinstance(c, BwdConfig):
-        dq, dbias = _companions(variant)
+        assert row.dq is not None
+        dq, dbias = companions(variant, row)
         if not sums_q and {"q", "alibi_slopes"}.intersection(problem.wrt):
-            blocks = heads * _ceil_div(p.seqlen_q, c.rows.block_m)
+            blocks = heads * _ceil_div(p.seqlen_q, row.dq.block_m)
             launches.append((dq, blocks, "dq in one order of additions"))
         if "bias" in problem.wrt:
             *axes, sq, sk = problem.bias_shape
@@ -177,7 +178,7 @@ def _check_head_dims(p: AttentionProblem) -> None:
         raise UnsupportedError(f"no kernel for {name} {dim}: {MAX_HEAD_DIM} is the largest for forward and backward")
 
 
-def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> tuple[Variant, str]:
+def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> tuple[Variant, Row]:
     too_big = ""
     for row in table:
         if p.dtype not in row.dtypes or max(p.head_dim, p.head_dim_v) > row.head_dim or device.capability < row.capability:
@@ -193,9 +194,9 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
             continue
         if isinstance(row.config, BwdSm90Config) and not row.config.serves(variant.head_dim):
             continue
-        smem_bytes = max(v.smem_bytes for v in (variant, *_companions(variant)))
+        smem_bytes = max(v.smem_bytes for v in (variant, *companions(variant, row)))
         if smem_bytes <= device.smem_bytes:
-            return variant, row.why
+            return variant, row
         too_big = too_big or f"; {variant.name} would need {smem_bytes} bytes of shared memory and a block has {device.smem_bytes}"
     raise UnsupportedError(
         f"no kernel for {p.dtype} with head_dim {p.head_dim} and head_dim_v {p.head_dim_v} on sm_{device.arch}{too_big}",

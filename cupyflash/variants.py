@@ -57,16 +57,18 @@ class Sm90Config(NamedTuple):
 
 
 class BwdRowsConfig(NamedTuple):
-    """`bwd_sm80_dq`: a block of `warps` warps walks block_n keys at a time for block_m query rows; K and V have `stages` buffers."""
+    """`bwd_sm80_dq`: a block of `warps` warps walks block_n keys at a time for block_m query rows; K and V have `stages` buffers. Registers
+    are kept to what lets `blocks` blocks share an SM."""
 
     block_m: int
     block_n: int
     stages: int
     warps: int
+    blocks: int
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}b{self.blocks}"
 
 
 class BwdBiasConfig(NamedTuple):
@@ -86,7 +88,7 @@ class BwdConfig(NamedTuple):
     """`bwd_sm80`: a block of `warps` warps walks block_m query rows at a time for block_n keys; Q and dO have `stages` buffers.
 
     The warps share each product by rows and columns: S and dP have warps_m of them along the query rows, dK and dV warps_n along the keys,
-    dQ warps_q along the query rows. `rows` is the tile of `bwd_sm80_dq`.
+    dQ warps_q along the query rows. Registers are kept to what lets `blocks` blocks share an SM.
     """
 
     block_m: int
@@ -96,11 +98,11 @@ class BwdConfig(NamedTuple):
     warps_m: int
     warps_n: int
     warps_q: int
-    rows: BwdRowsConfig
+    blocks: int
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}g{self.warps_m}{self.warps_n}{self.warps_q}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}g{self.warps_m}{self.warps_n}{self.warps_q}b{self.blocks}"
 
     @property
     def bias(self) -> BwdBiasConfig:
@@ -212,6 +214,7 @@ _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f6
 PLAIN = {
     "fwd_sm80": frozenset({"causal", "lse"}),
     "fwd_sm90": frozenset({"causal", "lse", "local", "sink", "sinkf32", "used"}),
+    "bwd_sm80": frozenset({"causal"}),
     "bwd_sm90": frozenset({"causal", "local", "sink", "sinkf32"}),
 }
 
@@ -230,6 +233,7 @@ class Row(NamedTuple):
     arch: str | None = None  # the only one that has its instructions
     causal: bool | None = None  # only calls under a causal mask or a window, only others, or any
     longest: int | None = None  # only calls of at most so many keys
+    dq: BwdRowsConfig | None = None  # of bwd_sm80_dq, for calls whose dq is not added up by atomics
 
 
 _HALF = ("float16", "bfloat16")
@@ -284,16 +288,32 @@ FORWARD = (
 
 
 def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: str, why: str) -> Row:
-    """`keys` and `rows` are tiles as in the names of kernels: m64n64s2w4g222 of bwd_sm80, m128n32s2w4 of bwd_sm80_dq."""
-    numbers = [int(n) for n in re.fullmatch(r"m(\d+)n(\d+)s(\d)w(\d+)g(\d)(\d)(\d)", keys).groups()]  # type: ignore[union-attr]
-    rows_numbers = [int(n) for n in re.findall(r"\d+", rows)]
-    return Row("bwd_sm80", _HALF, head_dim, capability, options, BwdConfig(*numbers, BwdRowsConfig(*rows_numbers)), why)
+    """`keys` and `rows` are tiles as in the names of kernels: m64n64s2w4g222b2 of bwd_sm80, m128n32s2w4b2 of bwd_sm80_dq."""
+    m, n, stages, warps, grids, blocks = map(int, re.findall(r"\d+", keys))
+    grid_m, grid_n, grid_q = map(int, str(grids))
+    config = BwdConfig(m, n, stages, warps, grid_m, grid_n, grid_q, blocks)
+    return Row("bwd_sm80", _HALF, head_dim, capability, options, config, why, dq=BwdRowsConfig._make(map(int, re.findall(r"\d+", rows))))
 
 
-# The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for.
+# The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for. A row of
+# bwd_sm80 may launch bwd_sm80_dq, bwd_sm80_dbias and bwd_convert besides. Of one width the first that fits the shared memory: 228 kB an SM
+# (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120).
 BACKWARD = (
     Row("bwd_sm90", _HALF, 64, 90, False, BwdSm90Config(128, 128, 2), "not measured", "90a"),
     Row("bwd_sm90", _HALF, 128, 90, False, BwdSm90Config(64, 128, 2), "not measured", "90a"),
-    _bwd_sm80(128, 80, True, "m64n64s2w4g222", "m64n32s2w4", "not measured"),
+    _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),
+    _bwd_sm80(64, 90, False, "m64n64s2w4g222b3", "m128n32s2w4b2", "not measured"),
+    _bwd_sm80(64, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
+    _bwd_sm80(96, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured; spills 16 bytes, on Blackwell up to 28 bytes"),
+    _bwd_sm80(128, 90, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured; on Blackwell dq alone spills up to 40 bytes"),
+    _bwd_sm80(128, 80, False, "m64n128s2w8g242b1", "m128n32s2w4b2", "not measured; 165 kB"),
+    _bwd_sm80(192, 80, False, "m64n64s2w8g242b1", "m128n32s2w8b1", "not measured; 165 kB"),
+    _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB; on Blackwell it spills up to 24 bytes"),
+    _bwd_sm80(64, 80, True, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
+    _bwd_sm80(128, 90, True, "m64n64s2w4g222b2", "m64n64s2w4b2", "not measured; a bias alone spills 88 bytes"),
+    _bwd_sm80(128, 80, True, "m32n64s2w4g222b2", "m64n64s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),
+    _bwd_sm80(256, 80, True, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB; on Blackwell it spills up to 104 bytes"),
+    _bwd_sm80(256, 80, True, "m32n64s2w8g222b1", "m64n32s2w4b2", "not measured; 140 kB"),
+    _bwd_sm80(256, 80, True, "m32n32s1w4g212b2", "m64n16s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),
     Row("bwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )

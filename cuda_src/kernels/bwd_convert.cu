@@ -24,6 +24,7 @@ __device__ void convert(const BackwardParams& p, long long warp) {
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) bwd_convert(const __grid_constant__ cupyflash::BackwardParams p) {
+// At least two blocks an SM: without a number ptxas keeps to 96 registers on some architectures, and spills.
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 2) bwd_convert(const __grid_constant__ cupyflash::BackwardParams p) {
   cupyflash::convert<Config>(p, static_cast<long long>(blockIdx.x) * Config::kWarps + threadIdx.x / 32);
 }

@@ -34,172 +34,221 @@ struct Smem {
   float delta[C::kStages][C::kBlockM];
 };
 
+// What each warp has of the products: rows and columns of S and dP, keys and a part of the columns of dK and dV, rows and a part of dQ's.
+template <class C>
+struct Shares {
+  static constexpr int kTilesS = C::kBlockM / C::kWarpsM / 16, kKeysS = C::kBlockN / (C::kWarps / C::kWarpsM);
+  static constexpr int kTilesK = C::kBlockN / C::kWarpsN / 16, kPartsK = C::kWarps / C::kWarpsN;
+  static constexpr int kTilesQ = C::kBlockM / C::kWarpsQ / 16, kPartsQ = C::kWarps / C::kWarpsQ;
+  static_assert(kTilesS * 16 * C::kWarpsM == C::kBlockM && kKeysS % 16 == 0 && kKeysS * (C::kWarps / C::kWarpsM) == C::kBlockN);
+  static_assert(kTilesK * 16 * C::kWarpsN == C::kBlockN && kTilesQ * 16 * C::kWarpsQ == C::kBlockM);
+  using ColumnsK = Dealt<C::kHeadDim, kPartsK>;
+  using ColumnsV = Dealt<C::kHeadDimV, kPartsK>;
+  using ColumnsQ = Dealt<C::kHeadDim, kPartsQ>;
+
+  int row_s, key_s, key_k, part_k, row_q, part_q;
+
+  __device__ explicit Shares(int warp) {
+    row_s = warp % C::kWarpsM * 16 * kTilesS;
+    key_s = warp / C::kWarpsM * kKeysS;
+    key_k = warp % C::kWarpsN * 16 * kTilesK;
+    part_k = warp / C::kWarpsN;
+    row_q = warp % C::kWarpsQ * 16 * kTilesQ;
+    part_q = warp / C::kWarpsQ;
+  }
+};
+
+// A row block of a query head, and where its rows lie.
+template <class C>
+struct Rows {
+  int h, i;
+  const typename C::Element* q;
+  const typename C::Out* dout;
+  long long vector;  // of row_reference and row_delta
+  float* sums;       // of dQ
+
+  // The last block that the keys meet, of head h.
+  __device__ static Rows last_of(const BackwardParams& p, const KeyWork<C>& w, int h) {
+    const ForwardParams& f = p.forward;
+    const int i = w.row_last - 1;
+    const long long row = static_cast<long long>(i) * C::kBlockM;
+    return {h,
+            i,
+            static_cast<const typename C::Element*>(f.q) + w.b * f.q_stride_batch + h * f.q_stride_head + row * f.q_stride_seq,
+            static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + h * p.dout_stride_head + row * p.dout_stride_seq,
+            (static_cast<long long>(w.b) * f.num_heads_q + h) * f.seqlen_q + row,
+            QuerySums<C>::of_head(p, w.b, h) + row * C::kHeadDim};
+  }
+  __device__ Rows next(const BackwardParams& p, const KeyWork<C>& w) const {
+    if (i == w.row_first) return last_of(p, w, h + 1);
+    return {h,
+            i - 1,
+            q - C::kBlockM * p.forward.q_stride_seq,
+            dout - C::kBlockM * p.dout_stride_seq,
+            vector - C::kBlockM,
+            sums - C::kBlockM * C::kHeadDim};
+  }
+};
+
+template <class C, bool kTail>
+__device__ inline void load_rows(const BackwardParams& p, Smem<C>& smem, int stage, const Rows<C>& rows, int valid) {
+  using M = Smem<C>;
+  using Element = typename C::Element;
+  const ForwardParams& f = p.forward;
+  constexpr int kThreads = 32 * C::kWarps;
+  load_tile<typename M::TileQ, kThreads, kTail, C::kUnaligned>(smem.q[stage], rows.q, f.q_stride_seq, valid, f.head_dim);
+  if constexpr (C::kUnaligned || !kSame<Element, typename C::Out>) {
+    load_elements<Element, typename M::TileO, kThreads, kTail>(smem.dout[stage], rows.dout, p.dout_stride_seq, p.dout_stride_dim, valid,
+                                                               f.head_dim_v);
+  } else {
+    load_tile<typename M::TileO, kThreads, kTail, false>(smem.dout[stage], rows.dout, p.dout_stride_seq, valid, f.head_dim_v);
+  }
+  load_vector<C::kBlockM, kThreads, kTail>(smem.reference[stage], p.row_reference + rows.vector, valid);
+  load_vector<C::kBlockM, kThreads, kTail>(smem.delta[stage], static_cast<const float*>(p.row_delta) + rows.vector, valid);
+}
+
+// dQ = dS K of a block of rows, added to its sums.
+template <class C>
+__device__ inline void add_dq(const BackwardParams& p, const Smem<C>& smem, const Rows<C>& rows, const Shares<C>& share) {
+  using M = Smem<C>;
+  using S = Shares<C>;
+  float rdQ[S::kTilesQ][2 * S::ColumnsQ::kCount][4] = {};
+  add_ab<typename C::Element, typename M::TileP, typename M::TileK, false, S::kTilesQ, C::kBlockN, C::kHeadDim, S::kPartsQ>(
+      rdQ, smem.ds, smem.k, share.row_q, share.part_q);
+  float* g = QuerySums<C>::at(rows.sums, share.row_q / 16, 2 * share.part_q);
+#pragma unroll
+  for (int m = 0; m < S::kTilesQ; ++m) {
+    if (rows.i * C::kBlockM + share.row_q + 16 * m >= p.forward.seqlen_q) break;
+#pragma unroll
+    for (int n = 0; n < 2 * S::ColumnsQ::kCount; ++n) {
+      if (!S::ColumnsQ::exists(share.part_q, n / 2)) break;
+      QuerySums<C>::add(g + (m * (C::kHeadDim / 8) + n / 2 * 2 * S::kPartsQ + n % 2) * 128, rdQ[m][n]);
+    }
+  }
+}
+
+// dK and dV go to memory; keys that left the range of the tiles are computed again.
+template <class C, class S = Shares<C>>
+__device__ inline void finish_keys(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w,
+                                   const float (&rdK)[S::kTilesK][2 * S::ColumnsK::kCount][4],
+                                   const float (&rdV)[S::kTilesK][2 * S::ColumnsV::kCount][4]) {
+  using Element = typename C::Element;
+  const ForwardParams& f = p.forward;
+  const int thread = opaque(threadIdx.x), warp = thread / 32;  // not to be kept through the loop before
+  const S share(warp);
+  auto* again = reinterpret_cast<unsigned*>(smem.p);  // 16 bits for each 16 keys: those to be computed again
+  __syncthreads();                                    // all have done with P
+  if (thread < C::kBlockN / 16) again[thread] = 0;
+  __syncthreads();  // zero for all
+#pragma unroll
+  for (int m = 0; m < S::kTilesK; ++m) {
+    const unsigned bad = not_finite(rdK[m]) | not_finite(rdV[m]);
+    if (bad != 0 && thread % 32 == 0) atomicOr(&again[share.key_k / 16 + m], bad);
+  }
+  const int key = w.key + share.key_k, count = f.seqlen_k - key;
+  if (p.dk) {
+    auto* g = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
+    const float scale = static_cast<float>(f.softmax_scale);
+    store_gradient<C::kUnaligned, C::kHeadDim, S::kPartsK, S::kTilesK>(g, p.dk_stride_seq, count, f.head_dim, rdK, scale, share.part_k);
+  }
+  if (p.dv) {
+    auto* g = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
+    store_gradient<C::kUnaligned, C::kHeadDimV, S::kPartsK, S::kTilesK>(g, p.dv_stride_seq, count, f.head_dim_v, rdV, 1.0f, share.part_k);
+  }
+  __syncthreads();  // what was written of these keys is overwritten by other warps, which know now which they are
+  for (int j = warp; j < C::kBlockN; j += C::kWarps) {
+    const bool asked = again[j / 16] >> (j % 16) & 1 && w.key + j < f.seqlen_k;
+    if (asked && !key_is_lost<C>(p, w.b, w.h_kv, w.key + j)) key_gradient<C>(p, w.b, w.h_kv, w.key + j);
+  }
+}
+
+template <class C>
+__device__ inline KeyWork<C> work_of(const ForwardParams& f, int block) {
+  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
+  return {f, block / key_blocks, block % key_blocks};
+}
+
 template <class C>
 __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   using Element = typename C::Element;
   using M = Smem<C>;
+  using S = Shares<C>;
   const ForwardParams& f = p.forward;
   constexpr int kThreads = 32 * C::kWarps;
-  constexpr int kTilesS = C::kBlockM / C::kWarpsM / 16, kKeysS = C::kBlockN / (C::kWarps / C::kWarpsM);
-  constexpr int kTilesK = C::kBlockN / C::kWarpsN / 16, kWarpsD = C::kWarps / C::kWarpsN;
-  constexpr int kTilesQ = C::kBlockM / C::kWarpsQ / 16, kWarpsE = C::kWarps / C::kWarpsQ;
-  static_assert(kTilesS * 16 * C::kWarpsM == C::kBlockM && kKeysS % 16 == 0 && kKeysS * (C::kWarps / C::kWarpsM) == C::kBlockN);
-  static_assert(kTilesK * 16 * C::kWarpsN == C::kBlockN && kTilesQ * 16 * C::kWarpsQ == C::kBlockM);
-  using ColumnsK = Dealt<C::kHeadDim, kWarpsD>;
-  using ColumnsV = Dealt<C::kHeadDimV, kWarpsD>;
-  using ColumnsQ = Dealt<C::kHeadDim, kWarpsE>;
-
-  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
-  const KeyWork<C> w(f, blockIdx.x / key_blocks, blockIdx.x % key_blocks);
+  const KeyWork<C> w = work_of<C>(f, blockIdx.x);
+  const S share(threadIdx.x / 32);
   const int group = f.num_heads_q / f.num_heads_kv;
-  const int warp = threadIdx.x / 32;
-  const int row_s = warp % C::kWarpsM * 16 * kTilesS, key_s = warp / C::kWarpsM * kKeysS;  // what the warp has of S and dP,
-  const int key_k = warp % C::kWarpsN * 16 * kTilesK, part_k = warp / C::kWarpsN;          // of dK and dV,
-  const int row_q = warp % C::kWarpsQ * 16 * kTilesQ, part_q = warp / C::kWarpsQ;          // and of dQ
+  const int blocks = group * (w.row_last - w.row_first);  // of rows, of all query heads
 
-  // A row block of a query head, and where its rows lie.
-  struct Rows {
-    int h, i;
-    const Element* q;
-    const typename C::Out* dout;
-    long long vector;  // of row_reference and row_delta
-    float* sums;
-  };
-  auto last_of = [&](int h) {
-    const int i = w.row_last - 1;
-    const long long row = static_cast<long long>(i) * C::kBlockM;
-    return Rows{h,
-                i,
-                static_cast<const Element*>(f.q) + w.b * f.q_stride_batch + h * f.q_stride_head + row * f.q_stride_seq,
-                static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + h * p.dout_stride_head + row * p.dout_stride_seq,
-                (static_cast<long long>(w.b) * f.num_heads_q + h) * f.seqlen_q + row,
-                QuerySums<C>::of_head(p, w.b, h) + row * C::kHeadDim};
-  };
-  auto next = [&](const Rows& at) {
-    if (at.i == w.row_first) return last_of(at.h + 1);
-    return Rows{at.h,
-                at.i - 1,
-                at.q - C::kBlockM * f.q_stride_seq,
-                at.dout - C::kBlockM * p.dout_stride_seq,
-                at.vector - C::kBlockM,
-                at.sums - C::kBlockM * C::kHeadDim};
-  };
-  auto load = [&](auto tail, int stage, const Rows& at) {
-    constexpr bool kTail = decltype(tail)::value;
-    constexpr bool kByElement = C::kUnaligned || !kSame<Element, typename C::Out>;
-    const int valid = w.s.used_q - at.i * C::kBlockM;
-    load_tile<typename M::TileQ, kThreads, kTail, C::kUnaligned>(smem.q[stage], at.q, f.q_stride_seq, valid, f.head_dim);
-    if constexpr (kByElement) {
-      load_elements<Element, typename M::TileO, kThreads, kTail>(smem.dout[stage], at.dout, p.dout_stride_seq, p.dout_stride_dim, valid,
-                                                                 f.head_dim_v);
+  auto load = [&](int stage, const Rows<C>& rows) {
+    const int valid = w.s.used_q - rows.i * C::kBlockM;
+    if (valid >= C::kBlockM) {
+      load_rows<C, false>(p, smem, stage, rows, valid);
     } else {
-      load_tile<typename M::TileO, kThreads, kTail, false>(smem.dout[stage], at.dout, p.dout_stride_seq, valid, f.head_dim_v);
+      load_rows<C, true>(p, smem, stage, rows, valid);
     }
-    load_vector<C::kBlockM, kThreads, kTail>(smem.reference[stage], p.row_reference + at.vector, valid);
-    load_vector<C::kBlockM, kThreads, kTail>(smem.delta[stage], static_cast<const float*>(p.row_delta) + at.vector, valid);
     cp_async_commit();
   };
-  auto load_rows = [&](int stage, const Rows& at) {
-    if ((at.i + 1) * C::kBlockM <= w.s.used_q) {
-      load(Constant<false>{}, stage, at);
-    } else {
-      load(Constant<true>{}, stage, at);
-    }
-  };
-  const int blocks = group * (w.row_last - w.row_first);
 
-  float rdK[kTilesK][2 * ColumnsK::kCount][4] = {};
-  float rdV[kTilesK][2 * ColumnsV::kCount][4] = {};
+  float rdK[S::kTilesK][2 * S::ColumnsK::kCount][4] = {};
+  float rdV[S::kTilesK][2 * S::ColumnsV::kCount][4] = {};
+  Rows<C> rows = Rows<C>::last_of(p, w, w.h_kv * group);
   if (blocks > 0) {
     const auto* gK = static_cast<const Element*>(f.k) + w.b * f.k_stride_batch + w.h_kv * f.k_stride_head + w.key * f.k_stride_seq;
     const auto* gV = static_cast<const Element*>(f.v) + w.b * f.v_stride_batch + w.h_kv * f.v_stride_head + w.key * f.v_stride_seq;
     const int valid = w.s.used_k - w.key;
     load_tile<typename M::TileK, kThreads, true, C::kUnaligned>(smem.k, gK, f.k_stride_seq, valid, f.head_dim);
     load_tile<typename M::TileV, kThreads, true, C::kUnaligned>(smem.v, gV, f.v_stride_seq, valid, f.head_dim_v);
-    load_rows(0, last_of(w.h_kv * group));
+    load(0, rows);
   }
-
-  Rows at = last_of(w.h_kv * group);
   for (int n = 0; n < blocks; ++n) {
     const int stage = n % C::kStages;
-    const Rows following = next(at);
+    const Rows<C> following = rows.next(p, w);
     cp_async_wait<0>();
     __syncthreads();  // block n has arrived for all threads, and all have done with the other buffers, and with P and dS
-    if (C::kStages == 2 && n + 1 < blocks) load_rows((n + 1) % 2, following);
+    if (C::kStages == 2 && n + 1 < blocks) load((n + 1) % 2, following);
     const char *sQ = smem.q[stage], *sdO = smem.dout[stage];
 
-    RowVectors<kTilesS> rows;
-    read_vectors(rows, smem.reference[stage] + row_s, smem.delta[stage] + row_s);
-    float rS[kTilesS][kKeysS / 8][4], rdP[kTilesS][kKeysS / 8][4];
-    multiply_qk<Element, typename M::TileQ, typename M::TileK, kTilesS, kKeysS, C::kHeadDim>(rS, sQ, smem.k, row_s, key_s);
-    multiply_qk<Element, typename M::TileO, typename M::TileV, kTilesS, kKeysS, C::kHeadDimV>(rdP, sdO, smem.v, row_s, key_s,
-                                                                                              rows.minus_delta);
+    RowVectors<S::kTilesS> vectors;
+    read_vectors(vectors, smem.reference[stage] + share.row_s, smem.delta[stage] + share.row_s);
+    float rS[S::kTilesS][S::kKeysS / 8][4], rdP[S::kTilesS][S::kKeysS / 8][4];
+    multiply_qk<Element, typename M::TileQ, typename M::TileK, S::kTilesS, S::kKeysS, C::kHeadDim>(rS, sQ, smem.k, share.row_s,
+                                                                                                   share.key_s);
+    multiply_qk<Element, typename M::TileO, typename M::TileV, S::kTilesS, S::kKeysS, C::kHeadDimV>(rdP, sdO, smem.v, share.row_s,
+                                                                                                    share.key_s, vectors.minus_delta);
     auto step = [&](auto masked) {
-      gradient_step<C, decltype(masked)::value, kTilesS, kKeysS>(f, score_context<C>(f, w.b, at.h), w.s, at.i * C::kBlockM + row_s,
-                                                                 w.key + key_s, rS, rdP, rows, [](auto...) {});
+      gradient_step<C, decltype(masked)::value, S::kTilesS, S::kKeysS>(f, score_context<C>(f, w.b, rows.h), w.s,
+                                                                       rows.i * C::kBlockM + share.row_s, w.key + share.key_s, rS, rdP,
+                                                                       vectors, [](auto...) {});
     };
-    if (w.is_full(at.i)) {
+    if (w.is_full(rows.i)) {
       step(Constant<false>{});
     } else {
       step(Constant<true>{});
     }
-    store_tile<C, typename M::TileP, kTilesS, kKeysS>(smem.p, rS, row_s, key_s);
-    store_tile<C, typename M::TileP, kTilesS, kKeysS>(smem.ds, rdP, row_s, key_s);
+    store_tile<C, typename M::TileP, S::kTilesS, S::kKeysS>(smem.p, rS, share.row_s, share.key_s);
+    store_tile<C, typename M::TileP, S::kTilesS, S::kKeysS>(smem.ds, rdP, share.row_s, share.key_s);
     __syncthreads();  // P and dS are there
 
-    add_ab<Element, typename M::TileP, typename M::TileO, true, kTilesK, C::kBlockM, C::kHeadDimV, kWarpsD>(rdV, smem.p, sdO, key_k,
-                                                                                                            part_k);
-    add_ab<Element, typename M::TileP, typename M::TileQ, true, kTilesK, C::kBlockM, C::kHeadDim, kWarpsD>(rdK, smem.ds, sQ, key_k, part_k);
-    if constexpr (C::kSumQ) {
-      float rdQ[kTilesQ][2 * ColumnsQ::kCount][4] = {};
-      add_ab<Element, typename M::TileP, typename M::TileK, false, kTilesQ, C::kBlockN, C::kHeadDim, kWarpsE>(rdQ, smem.ds, smem.k, row_q,
-                                                                                                              part_q);
-      float* g = QuerySums<C>::at(at.sums, row_q / 16, 2 * part_q);
-#pragma unroll
-      for (int m = 0; m < kTilesQ; ++m) {
-        if (at.i * C::kBlockM + row_q + 16 * m >= f.seqlen_q) break;
-#pragma unroll
-        for (int c = 0; c < 2 * ColumnsQ::kCount; ++c) {
-          if (ColumnsQ::exists(part_q, c / 2))
-            QuerySums<C>::add(g + (m * (C::kHeadDim / 8) + c / 2 * 2 * kWarpsE + c % 2) * 128, rdQ[m][c]);
-        }
-      }
-    }
+    // dV += P^T dO, dK += dS^T Q
+    add_ab<Element, typename M::TileP, typename M::TileO, true, S::kTilesK, C::kBlockM, C::kHeadDimV, S::kPartsK>(
+        rdV, smem.p, sdO, share.key_k, share.part_k);
+    add_ab<Element, typename M::TileP, typename M::TileQ, true, S::kTilesK, C::kBlockM, C::kHeadDim, S::kPartsK>(rdK, smem.ds, sQ,
+                                                                                                                 share.key_k, share.part_k);
+    if constexpr (C::kSumQ) add_dq<C>(p, smem, rows, share);
     if (C::kStages == 1 && n + 1 < blocks) {
       __syncthreads();  // all have done with Q and dO
-      load_rows(0, following);
+      load(0, following);
     }
-    at = following;
+    rows = following;
   }
-
-  auto* again = reinterpret_cast<unsigned*>(smem.p);  // 16 bits for each 16 keys: those to be computed again
-  __syncthreads();                                    // all have done with P
-  if (threadIdx.x < C::kBlockN / 16) again[threadIdx.x] = 0;
-  __syncthreads();  // zero for all
-#pragma unroll
-  for (int m = 0; m < kTilesK; ++m) {
-    const unsigned bad = not_finite(rdK[m]) | not_finite(rdV[m]);
-    if (bad != 0 && threadIdx.x % 32 == 0) atomicOr(&again[key_k / 16 + m], bad);
-  }
-  const int key = w.key + key_k, count = f.seqlen_k - key;
-  if (p.dk) {
-    auto* g = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
-    const float scale = static_cast<float>(f.softmax_scale);
-    store_gradient<C::kUnaligned, C::kHeadDim, kWarpsD, kTilesK>(g, p.dk_stride_seq, count, f.head_dim, rdK, scale, part_k);
-  }
-  if (p.dv) {
-    auto* g = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
-    store_gradient<C::kUnaligned, C::kHeadDimV, kWarpsD, kTilesK>(g, p.dv_stride_seq, count, f.head_dim_v, rdV, 1.0f, part_k);
-  }
-  __syncthreads();  // what was written of these keys is overwritten by other warps, which know now which they are
-  for (int j = warp; j < C::kBlockN; j += C::kWarps) {
-    if (again[j / 16] >> (j % 16) & 1 && w.key + j < f.seqlen_k) key_gradient<C>(p, w.b, w.h_kv, w.key + j);
-  }
+  finish_keys<C>(p, smem, work_of<C>(f, opaque(blockIdx.x)), rdK, rdV);
 }
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) bwd_sm80(const __grid_constant__ cupyflash::BackwardParams p) {
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, Config::kBlocks)
+    bwd_sm80(const __grid_constant__ cupyflash::BackwardParams p) {
   extern __shared__ __align__(128) char dynamic_smem[];
   cupyflash::backward<Config>(p, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));
 }

@@ -73,26 +73,28 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
     const long long row = head_row + w.row + warp_row;
     read_vectors(rows, p.row_reference + row, static_cast<const float*>(p.row_delta) + row, valid - warp_row);
   }
-  auto step = [&](auto masked, int j) {
+  for (int j = w.keys.last - 1; j >= w.keys.first; --j) {
     cp_async_wait<0>();
     __syncthreads();  // block j has arrived for all threads, and all have done with the buffers of block j + 1
     if (j > w.keys.first) load_keys(Constant<false>{}, j - 1);
+    const char *sK = smem.k[j % 2], *sV = smem.v[j % 2];
+
     float rS[kTiles][C::kBlockN / 8][4], rdP[kTiles][C::kBlockN / 8][4];
-    multiply_qk<Element, typename M::TileQ, typename M::TileK, kTiles, C::kBlockN, C::kHeadDim>(rS, smem.q, smem.k[j % 2], warp_row);
-    multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rdP, smem.dout, smem.v[j % 2], warp_row, 0,
+    multiply_qk<Element, typename M::TileQ, typename M::TileK, kTiles, C::kBlockN, C::kHeadDim>(rS, smem.q, sK, warp_row);
+    multiply_qk<Element, typename M::TileO, typename M::TileV, kTiles, C::kBlockN, C::kHeadDimV>(rdP, smem.dout, sV, warp_row, 0,
                                                                                                  rows.minus_delta);
-    gradient_step<C, decltype(masked)::value, kTiles, C::kBlockN>(
-        f, w.context, w.s, w.row + warp_row, j * C::kBlockN, rS, rdP, rows, [&](int m, int, int e, int i, int key, float d_score) {
-          if constexpr (C::kAlibi) slope[m][e / 2] += d_score * static_cast<float>(abs(i + w.s.offset - key));
-        });
-    multiply_pv<Element, typename M::TileK, kTiles, C::kBlockN, C::kHeadDim>(rdQ, rdP, smem.k[j % 2]);
-  };
-  for (int j = w.keys.last - 1; j >= w.keys.first; --j) {
+    auto step = [&](auto masked) {
+      gradient_step<C, decltype(masked)::value, kTiles, C::kBlockN>(
+          f, w.context, w.s, w.row + warp_row, j * C::kBlockN, rS, rdP, rows, [&](int m, int, int e, int i, int key, float d_score) {
+            if constexpr (C::kAlibi) slope[m][e / 2] += d_score * static_cast<float>(abs(i + w.s.offset - key));
+          });
+    };
     if (w.keys.is_full(j)) {
-      step(Constant<false>{}, j);
+      step(Constant<false>{});
     } else {
-      step(Constant<true>{}, j);
+      step(Constant<true>{});
     }
+    multiply_pv<Element, typename M::TileK, kTiles, C::kBlockN, C::kHeadDim>(rdQ, rdP, sK);
   }
 
   if constexpr (C::kAlibi) {
@@ -115,7 +117,8 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) bwd_sm80_dq(const __grid_constant__ cupyflash::BackwardParams p) {
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, Config::kBlocks)
+    bwd_sm80_dq(const __grid_constant__ cupyflash::BackwardParams p) {
   extern __shared__ __align__(128) char dynamic_smem[];
   cupyflash::backward<Config>(p, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));
 }

@@ -7,8 +7,7 @@
 // Work       One block computes kBlockN keys of one key head: all query heads that read it, one after another, so no sum over them is left.
 // Walk       From the last visible row block down to the first, of each query head.
 // Threads    Warpgroup 0 copies: a thread queues the tiles, a warp fetches LSE and delta. The other two have 64 keys each of S, dP, dK and
-// dV;
-//            of dQ each has half: of the columns, or of the rows where a block has 128.
+//            dV; of dQ each has half: of the columns, or of the rows where a block has 128.
 // Smem       sK, sV; kStages tiles of Q and of dO with their vectors; dS twice, so that one barrier a row block is enough.
 // dQ         Added to dq_sum by atomics, in no fixed order; bwd_convert makes dQ of it.
 // Edges      Rows past Sq are zeros with LSE = +inf: P = 0. Keys past their used length are masked.
@@ -228,7 +227,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   __syncwarp();  // what was written of these keys is overwritten by other lanes
   for (unsigned again = not_finite(rdK[0]) | not_finite(rdV[0]); again; again &= again - 1) {
     const int j = key + __ffs(again) - 1;
-    if (j < f.seqlen_k) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
+    if (j < f.seqlen_k && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
   }
 }
 

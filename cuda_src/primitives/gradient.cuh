@@ -3,7 +3,8 @@
 //
 // Way out: a row or key whose gradient is not finite is computed again from the definition (row_gradient.cuh). What leaves the range of the
 // tiles makes it so: a NaN or an infinity that the tensor cores multiplied by 0, dS beyond the range of 16 bits, and rows whose LSE is so
-// large that rounding it moves P by more than 2^(1/4): to those bwd_delta gives a NaN.
+// large that rounding it moves P by more than 2^(1/4): to those bwd_delta gives a NaN. Only what is not finite by definition, as a row is
+// whose dO holds a NaN and every key that it sees, stays as it is: a step of training that overflows must not take hours.
 #pragma once
 
 #include "mma.cuh"
@@ -140,7 +141,7 @@ __device__ inline void finish_rows(const BackwardParams& p, int b, int h, int ro
   for (int m = 0; m < kTiles; ++m) {
     for (unsigned again = not_finite(rdQ[m]); again; again &= again - 1) {
       const int i = row + 16 * m + __ffs(again) - 1;
-      if (i < f.seqlen_q) row_gradient<C>(p, b, h, i);
+      if (i < f.seqlen_q && !Head<C>(p, b, h).is_lost(i)) row_gradient<C>(p, b, h, i);
     }
   }
 }

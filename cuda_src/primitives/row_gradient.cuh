@@ -48,6 +48,8 @@ struct Head {
 
   // Whether the pair exists: i < used_q and j < used_k hold already.
   __device__ bool sees(int i, int j) const { return is_visible<C>(p.forward, context, s, i, j) && gLse[i] != infinity(Acc()); }
+  // Whether all that row i gives is NaN or infinite by definition, whichever keys it sees.
+  __device__ bool is_lost(int i) const { return gLse[i] != gLse[i] || !(abs_of(gDelta[i]) < infinity(Acc())); }
 
  private:
   template <class T, int kCount>
@@ -68,8 +70,8 @@ struct ScorePair {
 // Scope: one whole warp, each lane with its elements of the row and the key; all lanes get the pair.
 template <class C, class H = Head<C>>
 __device__ inline ScorePair<typename H::Acc> pair_of(const H& head, int i, int j, const typename H::Acc (&rQ)[H::kPerLane],
-                                                const typename H::Acc (&rK)[H::kPerLane], const typename H::Acc (&rdO)[H::kPerLaneV],
-                                                const typename H::Acc (&rV)[H::kPerLaneV]) {
+                                                     const typename H::Acc (&rK)[H::kPerLane], const typename H::Acc (&rdO)[H::kPerLaneV],
+                                                     const typename H::Acc (&rV)[H::kPerLaneV]) {
   using Acc = typename H::Acc;
   const ForwardParams& f = head.p.forward;
   Acc product = 0, d_weight = 0;  // S before the scale, dP
@@ -151,6 +153,20 @@ __device__ void key_gradient(const BackwardParams& p, int b, int h_kv, int j) {
   using Element = typename C::Element;
   if (p.dk) store(static_cast<Element*>(p.dk) + b * p.dk_stride_batch + j * p.dk_stride_seq + h_kv * p.dk_stride_head, f.head_dim, rdK);
   if (p.dv) store(static_cast<Element*>(p.dv) + b * p.dv_stride_batch + j * p.dv_stride_seq + h_kv * p.dv_stride_head, f.head_dim_v, rdV);
+}
+
+// Whether key j has a gradient that is NaN or infinite by definition: then none has to be computed to know it. Scope: one whole warp.
+template <class C>
+__device__ inline bool key_is_lost(const BackwardParams& p, int b, int h_kv, int j) {
+  const int group = p.forward.num_heads_q / p.forward.num_heads_kv;
+  bool lost = false;
+  for (int h = h_kv * group; h < (h_kv + 1) * group; ++h) {
+    const Head<C> head(p, b, h);
+    if (j >= head.s.used_k) break;
+    const RowRange rows = visible_rows<C>(p.forward, head.s, j, j + 1);
+    for (int i = rows.first + threadIdx.x % 32; i < rows.last; i += 32) lost = lost || (head.is_lost(i) && head.sees(i, j));
+  }
+  return __any_sync(kWarp, lost);
 }
 
 }  // namespace cupyflash

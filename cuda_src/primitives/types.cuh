@@ -56,6 +56,8 @@ constexpr bool kSame = false;
 template <class A>
 constexpr bool kSame<A, A> = true;
 
+__device__ inline float abs_of(float x) { return fabsf(x); }
+__device__ inline double abs_of(double x) { return fabs(x); }
 __device__ inline float infinity(float) { return __int_as_float(0x7f800000); }
 __device__ inline float not_a_number(float) { return __int_as_float(0x7fc00000); }
 __device__ inline double infinity(double) { return __longlong_as_double(0x7ff0000000000000ll); }

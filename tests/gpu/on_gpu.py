@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import math
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,8 @@ import pytest
 from judge import judge, standard_attention
 
 import cupyflash
-from cupyflash import api, device, jit, plan, reference, variants
+from cupyflash import api, arrays, backward, device, jit, plan, reference, variants
+from cupyflash.problem import ITEMSIZE
 
 LIBRARIES = ("cupy", "torch")
 TORCH = "PyTorch is not installed; pip install torch"
@@ -137,16 +139,16 @@ def row_name(row: variants.Row) -> str:
 
 
 @contextlib.contextmanager
-def only(*rows: variants.Row) -> Iterator[None]:
+def only(*rows: variants.Row, table: str = "FORWARD") -> Iterator[None]:
     """Calls choose among these rows alone; the caches of the modules that plan are emptied, so that each call is planned anew."""
 
     def forget() -> None:
-        for cached in (*vars(api).values(), *vars(plan).values()):
+        for cached in (*vars(api).values(), *vars(backward).values(), *vars(plan).values()):
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "FORWARD", rows)
+        patch.setattr(plan, table, rows)
         forget()
         try:
             yield
@@ -158,7 +160,31 @@ def fits(row: variants.Row) -> bool:
     """Whether this GPU can run the row."""
     spec = device.query(0)
     widest = variants.Variant(row.family, row.dtypes[0], row.head_dim, row.head_dim, (), row.config)
-    return spec.capability >= row.capability and spec.smem_bytes >= widest.smem_bytes
+    smem_bytes = max(kernel.smem_bytes for kernel in (widest, *plan.companions(widest, row)))
+    return spec.capability >= row.capability and row.arch in (None, spec.arch) and spec.smem_bytes >= smem_bytes
+
+
+@contextlib.contextmanager
+def nan_memory() -> Iterator[None]:
+    """What the library makes for a call, results and workspaces, starts as NaN."""
+    allocator = arrays.allocator
+
+    def of_nan(made: Any, like: Any) -> arrays.Allocator:
+        allocate = allocator(made, like)
+        num_bytes = math.prod(made.shape) * (1 if made.dtype == "uint8" else ITEMSIZE[made.dtype])
+        if not num_bytes or made.device_id < 0:
+            return allocate
+
+        def filled(owner: Any) -> tuple[int, Any]:
+            ptr, new = allocate(owner)
+            cupy.cuda.runtime.memsetAsync(ptr, 0xFF, num_bytes, arrays.current_stream(like))
+            return ptr, new
+
+        return filled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays, "allocator", of_nan)
+        yield
 
 
 def needs(row: variants.Row) -> None:

@@ -1,4 +1,5 @@
-"""Every test of known failures and of pairs of options of the backward, on the GPU, by CuPy and torch; forward calls are the host's."""
+"""Every test of known failures and of pairs of options of the backward, on the GPU, through CuPy and torch, for the chosen kernel and for
+bwd_simple; forward calls are the host's. What a call makes, results and workspaces, starts as NaN."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import pickle
 import sys
 import zlib
@@ -21,20 +23,36 @@ pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflas
 
 import test_known_failures_backward  # noqa: E402
 import test_pairs_backward  # noqa: E402
-from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_vjp  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_vjp, nan_memory, only  # noqa: E402
 from test_known_failures_backward import *  # noqa: E402, F403
 from test_pairs_backward import *  # noqa: E402, F403
 
 import cupyflash  # noqa: E402
-from cupyflash import UnsupportedError, device, launch, plan, reference  # noqa: E402
+from cupyflash import UnsupportedError, device, launch, plan, reference, variants  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
+KERNELS = {"chosen": variants.BACKWARD, "bwd_simple": variants.BACKWARD[-1:]}
+WAYS = {*LIBRARIES, *KERNELS}  # the parameters that a test gets here
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def kernel(request: pytest.FixtureRequest, on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(test_known_failures_backward, "same", same_in_the_dtype)
+    with only(*KERNELS[request.param], table="BACKWARD"), nan_memory():
+        yield
+
+
+def same_in_the_dtype(grad: np.ndarray, expected: np.ndarray) -> None:
+    """A tiled kernel adds up dq in no fixed order, and computes what a NaN has touched again in another one."""
+    room = 2 * test_known_failures_backward.BOUNDS[grad.dtype.name] if grad.dtype.itemsize == 2 else 0
+    np.testing.assert_allclose(grad.astype(np.float64), expected.astype(np.float64), rtol=room, atol=room)
+
 
 def seeded(item: Any) -> np.random.Generator:
-    """The same random numbers for both libraries: the references of a case are computed once."""
+    """The same random numbers for each way of running a case: its references are computed once."""
     name, _, parameters = item.name.rstrip("]").partition("[")
-    case = "-".join(part for part in parameters.split("-") if part not in LIBRARIES)
+    case = "-".join(part for part in parameters.split("-") if part not in WAYS)
     return np.random.default_rng(zlib.crc32(f"{name}[{case}".encode()))
 
 
@@ -92,19 +110,19 @@ def kernels(request: pytest.FixtureRequest) -> None:
         problems[problem] = None
         return choose(problem, spec)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with only(*variants.BACKWARD, table="BACKWARD"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "backward", noting)
         for item in request.session.items:
-            if item.path == request.path and item.callspec.params["on_gpu"] == "cupy":
+            if item.path == request.path and (item.callspec.params["on_gpu"], item.callspec.params["kernel"]) == ("cupy", "chosen"):
                 wanted = inspect.signature(item.obj).parameters
                 given = {name: value for name, value in (item.callspec.params | {"rng": seeded(item)}).items() if name in wanted}
                 with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
                     item.obj(**given)
-    kernels = set()
-    for problem in problems:
-        with contextlib.suppress(UnsupportedError):
-            kernels |= {step.variant for step in plan.backward(problem, device.query(0)).steps}
-    compile_ahead(kernels)
+    found = set()
+    for rows, problem in itertools.product(KERNELS.values(), problems):
+        with only(*rows, table="BACKWARD"), contextlib.suppress(UnsupportedError):
+            found |= {step.variant for step in plan.backward(problem, device.query(0)).steps}
+    compile_ahead(found)
 
 
 # They make 4 GB on the host and would move them; the next test has them on the GPU.

@@ -34,7 +34,8 @@ ALLOWED = {
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
     "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
     "keywords": set(),
-    "launch": {"jit", "tensormap", "plan", "device", "environment"},  # device: its type; environment: how to get CuPy
+    # device: its type; environment: how to get CuPy; params: where in the struct an address lies
+    "launch": {"jit", "tensormap", "plan", "device", "environment", "params"},
     "params": {"problem"},  # the struct is filled from a problem
     "plan": {"problem", "variants", "device"},
     "problem": set(),

@@ -45,6 +45,11 @@ def inputs(
     return [*make(rng, q, k, v, dtype), *make(rng, (*q[:-1], (v or k)[-1]), (1,), dtype=dtype)[:1]]
 
 
+def same(grad: Any, expected: Any) -> None:
+    """Equal bits: what a call may not read changes nothing. tests/gpu compares by another function, where rounding may differ."""
+    np.testing.assert_array_equal(grad, expected)
+
+
 def is_zero(x: Any) -> bool:
     return bool((x.astype(np.float64) == 0).all())
 
@@ -58,8 +63,8 @@ def test_kf_001_002_causal_rows_without_a_key(rng: np.random.Generator, dtype: s
     grads = agrees(q, k, v, dout, causal=True)
     assert is_zero(grads.dq[:, :3])
     dout[:, :3] = np.nan  # a row that sees no key contributes nothing, whatever arrives there
-    for grad, same in zip(gradients(q, k, v, dout, causal=True), grads, strict=True):
-        np.testing.assert_array_equal(grad, same)
+    for grad, clean in zip(gradients(q, k, v, dout, causal=True)[:3], grads[:3], strict=True):
+        same(grad, clean)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"sink": np.zeros(2, np.float32)}, {"softcap": 5.0}])
@@ -106,13 +111,13 @@ def test_kf_004_nan_in_a_hidden_key_reaches_only_rows_that_see_it(
     clean = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)  # without the row that sees the last key
     k[:, -1] = v[:, -1] = bad
     grads = gradients(q, k, v, dout, causal=True, softcap=softcap)
-    np.testing.assert_array_equal(grads.dq[:, :129], clean.dq)
+    same(grads.dq[:, :129], clean.dq)
     assert np.isnan(grads.dq[:, 129].astype(np.float32)).all()
     with_row = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)
     assert is_zero(with_row.dk[:, 129])
     assert is_zero(with_row.dv[:, 129])
-    for grad, same in zip(with_row[:3], clean[:3], strict=True):
-        np.testing.assert_array_equal(grad, same)
+    for grad, expected in zip(with_row[:3], clean[:3], strict=True):
+        same(grad, expected)
 
 
 @pytest.mark.parametrize("which", ["q", "dout"])

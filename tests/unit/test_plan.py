@@ -16,7 +16,7 @@ from cupyflash import jit, params, plan, variants
 from cupyflash.arrays import ArrayView
 from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
 from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, Operands
-from cupyflash.variants import FORWARD, FwdConfig, Variant
+from cupyflash.variants import BACKWARD, FORWARD, BwdConfig, FwdConfig, Variant
 
 
 def problem(**fields: Any) -> AttentionProblem:
@@ -53,6 +53,28 @@ def test_accumulators_of_a_tiled_row_fit_the_registers(row: variants.Row) -> Non
     assert rows * (c.block_n + row.head_dim) // 32 <= (224 if "spill" in row.why else 200)
 
 
+@pytest.mark.parametrize("row", [r for r in BACKWARD if isinstance(r.config, BwdConfig)], ids=lambda r: f"{r.head_dim}-{r.config.tile}")
+def test_a_tiled_row_of_the_backward_shares_its_products_among_its_warps(row: variants.Row) -> None:
+    c = row.config
+    assert isinstance(c, BwdConfig)
+    for rows, columns, along in (
+        (c.block_m, c.block_n, c.warps_m),  # S and dP
+        (c.block_n, 16 * c.warps // c.warps_n, c.warps_n),  # dK and dV: columns go to the warps 16 at a time, in turn
+        (c.block_m, 16 * c.warps // c.warps_q, c.warps_q),  # dQ
+    ):
+        assert c.warps % along == 0
+        assert rows % (16 * along) == 0
+        assert columns % (16 * (c.warps // along)) == 0
+    accumulators = c.block_n * 2 * row.head_dim // (32 * c.warps)  # dK and dV, which stay
+    tiles = max(2 * c.block_m * c.block_n, c.block_m * row.head_dim) // (32 * c.warps)  # S and dP, then dQ
+    limit = min(255, 65536 // (32 * c.warps * c.blocks))
+    assert accumulators + tiles <= limit - 28
+    r = row.dq
+    assert r is not None
+    assert r.block_m in (16 * r.warps, 32 * r.warps)
+    assert (2 * r.block_n + row.head_dim) * r.block_m // (32 * r.warps) <= min(255, 65536 // (32 * r.warps * r.blocks)) - 28
+
+
 def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
     def tile(d: int, arch: str) -> str:
         return plan.forward(problem(head_dim=d, head_dim_v=d), KNOWN[arch]).steps[0].variant.name
@@ -62,6 +84,22 @@ def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
     assert tile(256, "100") == "fwd_sm80__bf16_d256__m128n64s2w8"
     assert tile(256, "90a") == "fwd_sm90__bf16_d256__m128n64s2q1to"
     assert tile(256, "86") == "fwd_sm80__bf16_d256__m64n32s2w4"
+
+    def of_backward(d: int, arch: str, **fields: Any) -> str:
+        p = BackwardProblem(problem(head_dim=d, head_dim_v=d, **fields), ("v",))
+        return plan.backward(p, KNOWN[arch]).steps[1].variant.name.removeprefix("bwd_sm80__bf16_")
+
+    assert of_backward(40, "90a") == "d48__m64n64s2w4g222b3"
+    assert [of_backward(128, arch) for arch in KNOWN] == [f"d128__{tile}" for tile in _TILES_OF_128]
+    assert [of_backward(256, arch, mask=True) for arch in KNOWN] == [f"d256__{tile}__mask" for tile in _TILES_OF_256]
+
+
+_TILES_OF_128 = (
+    "m64n128s2w8g242b1", "m32n64s2w4g222b2", "m32n64s2w4g222b2", "m64n64s2w4g222b2", "m64n64s2w4g222b2", "m32n64s2w4g222b2"
+)  # fmt: skip
+_TILES_OF_256 = (
+    "m32n64s2w8g222b1", "m32n32s1w4g212b2", "m32n32s1w4g212b2", "m64n64s2w8g222b1", "m64n64s2w8g222b1", "m32n32s1w4g212b2"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", [{"head_dim": 44}, {"head_dim_v": 44}])
@@ -152,44 +190,89 @@ def backward(wrt: tuple[str, ...] = ("q", "k", "v"), more: dict[str, Any] | None
 
 def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
     rows, keys = 2 * 8 * 1000, 2 * 2 * 900
-    steps, workspaces = backward(window_right=0, softcap=2.0, out_dtype="float32")
+    steps, workspaces = backward(window_right=0, softcap=2.0, dtype="float32", out_dtype="float64")
     assert [step.variant.name for step in steps] == [
-        "bwd_delta__bf16__w4__outfloat32",
-        "bwd_simple__bf16_d128__w4__causal_outfloat32_softcap",
+        "bwd_delta__f32__w4__outfloat64",
+        "bwd_simple__f32_d128__w4__causal_outfloat64_softcap",
     ]
     assert [step.grid[0] for step in steps] == [rows // 4, (rows + keys) // 4]
     assert workspaces == (("row_lse", 4 * rows), ("row_delta", 4 * rows))
     bias = {"bias_shape": (1, 8, 1000, 900)}
-    steps, workspaces = backward(("bias", "alibi_slopes", "sink"), bias, bias="bfloat16", alibi=True, sink="float32", dtype="float64")
+    steps, workspaces = backward(("bias", "alibi_slopes", "sink"), bias, bias="float32", alibi=True, sink="float32", dtype="float64")
     assert [step.variant.name for step in steps][::2] == ["bwd_delta__f64__w4__sinkf32", "bwd_sum__f64__w4__alibi_sinkf32"]
     assert [step.grid[0] for step in steps][1:] == [(rows + keys + 8 * 1000 * 900) // 4, 16 // 4]
     assert workspaces == tuple((name, 8 * rows) for name in ("row_lse", "row_delta", "row_slope", "row_sink"))
     assert backward(("alibi_slopes",), {"slopes_batch": 2}, alibi=True).steps[-1].grid[0] == 16 // 4
 
 
+def test_a_tiled_backward_adds_dq_up_or_computes_it_apart() -> None:
+    """B 2, Sq 1000, Sk 900, Hq 8, Hkv 2, D 128: by tiles of 64 x 64, on Hopper of 64 x 128 if it adds dq up; dq alone by 128 x 32."""
+    rows = 2 * 8 * 1000
+    vectors = (("row_lse", 4 * rows), ("row_delta", 4 * rows))
+
+    def launched(*given: Any, **fields: Any) -> tuple[dict[str, int], tuple[tuple[str, int], ...]]:
+        steps, workspaces = backward(*given, **fields)
+        assert all(0 < step.smem_bytes <= KNOWN["90a"].smem_bytes for step in steps if "sm80" in step.variant.family)
+        return {step.variant.name.replace("__bf16", ""): step.grid[0] for step in steps}, workspaces
+
+    keys, alone = "bwd_sm80_d128__m64n64s2w4g222b2", {"bwd_sm80_dq_d128__m128n32s2w4b2": 2 * 8 * 8}
+    delta, dk_dv = {"bwd_delta__w4": rows // 4}, {keys: 2 * 2 * 15}
+    reference = (*vectors, ("row_reference", 4 * rows))
+    sums = (*reference, ("dq_sum", 2 * 8 * 1008 * 128 * 4))
+    convert = {"bwd_convert_d128__w4": 2 * 8 * 63 // 4}
+    assert launched() == (delta | {"bwd_sm90_d128__m64n128s2": 2 * 2 * 8} | convert, sums)
+    assert launched(tensor_maps=False) == (delta | {f"{keys}__dq": 2 * 2 * 15} | convert, sums)
+    assert launched(("q", "k", "v"), {"deterministic": True}) == (delta | dk_dv | alone, reference)
+    assert launched(("q",)) == (delta | alone, reference)
+    assert launched(("v",)) == (delta | dk_dv, reference)
+    names, workspaces = launched(("q", "k", "alibi_slopes"), alibi=True)  # their part of each row is a sum in one order, too
+    assert [name.split("_d128")[0] for name in names] == ["bwd_delta__w4", "bwd_sm80", "bwd_sm80_dq", "bwd_sum__w4__alibi"]
+    assert workspaces == (*vectors, ("row_slope", 4 * rows), ("row_reference", 4 * rows))
+
+
+def test_dbias_has_a_block_for_each_of_its_tiles() -> None:
+    for shape, blocks in (((2, 8, 1000, 900), 16 * 16 * 15), ((1, 1, 1000, 1), 16), ((1, 8, 1, 900), 8 * 15), ((1, 1, 1, 1), 1)):
+        steps, _ = backward(("bias",), {"bias_shape": shape}, bias="bfloat16")
+        assert [(step.variant.family, step.grid[0]) for step in steps[1:]] == [("bwd_sm80_dbias", blocks)]
+
+
 def test_a_dbias_that_passes_the_longest_grid_is_refused() -> None:
+    long: dict[str, Any] = {"bias": "float32", "dtype": "float32", "seqlen_q": 1 << 16, "seqlen_k": 1 << 16}
     with pytest.raises(
         cupyflash.UnsupportedError, match=r"bwd_simple__.* would need \d+ blocks and a grid has 2\^31 - 1; calls on fewer heads"
     ):
-        backward(("bias",), {"bias_shape": (1, 8, 1 << 16, 1 << 16)}, bias="bfloat16", seqlen_q=1 << 16, seqlen_k=1 << 16)
+        backward(("bias",), {"bias_shape": (1, 8, 1 << 16, 1 << 16)}, **long)
+    assert backward(("bias",), {"bias_shape": (1, 8, 1 << 16, 1 << 16)}, **{**long, "dtype": "bfloat16"}).steps[1].grid[0] == 8 << 20
 
 
 def test_an_empty_backward_launches_what_writes_zeros() -> None:
-    families = [step.variant.family for step in backward(seqlen_q=0).steps]
-    assert families == ["bwd_simple"]  # dk and dv
+    families = [step.variant.family for step in backward(seqlen_q=0, tensor_maps=False).steps]
+    assert families == ["bwd_sm80"]  # dk and dv
     assert backward(batch=0).steps == ()
     assert [step.variant.family for step in backward(seqlen_k=0, sink="float32", wrt=("q", "sink")).steps] == [
-        "bwd_delta", "bwd_simple", "bwd_sum"
+        "bwd_delta", "bwd_sm80_dq", "bwd_sum"
     ]  # fmt: skip
+    assert [step.variant.family for step in backward(seqlen_k=0).steps] == ["bwd_delta", "bwd_convert"]
+    assert [step.variant.family for step in backward(seqlen_q=0, dtype="float32").steps] == ["bwd_simple"]
 
 
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_supported_problem_has_a_backward(arch: str, dtype: str) -> None:
     for d, dv in itertools.product((1, 33, 64, 256), repeat=2):
-        p = BackwardProblem(problem(dtype=dtype, head_dim=d, head_dim_v=dv), ("q",))
-        v = plan.backward(p, KNOWN[arch]).steps[1].variant
-        assert (v.head_dim >= d, v.head_dim_v >= dv) == (True, True)
+        for flags in ({}, {"bias": dtype, "aligned16": False}):
+            p = BackwardProblem(problem(dtype=dtype, head_dim=d, head_dim_v=dv, **flags), ("q", "k"))
+            for deterministic in (False, True):
+                step = plan.backward(p._replace(deterministic=deterministic), KNOWN[arch]).steps[1]
+                v = step.variant
+                hopper = arch == "90a" and max(d, dv) <= 64 and not (flags or deterministic)
+                tensor_cores = "bwd_sm90" if hopper and d % 8 == dv % 8 == 0 else "bwd_sm80"
+                assert v.family == (tensor_cores if dtype in ("float16", "bfloat16") else "bwd_simple")
+                assert (v.head_dim >= d, v.head_dim_v >= dv) == (True, True)
+                assert ("dq" in v.flags) == (v.family == "bwd_sm80" and not deterministic)
+                assert step.smem_bytes <= KNOWN[arch].smem_bytes
+                assert step.threads <= 1024
+                assert step.why
     with pytest.raises(cupyflash.UnsupportedError, match="256 is the largest for forward and backward"):
         plan.backward(BackwardProblem(problem(head_dim=257), ("q",)), KNOWN[arch])
 
@@ -228,12 +311,12 @@ def test_supports_answers_for_backward_calls() -> None:
     answer = cupyflash.supports(
         head_dim=64, dtype="bfloat16", device="sm_90a", sink=True, bias=True, wrt=("q", "bias", "sink", "alibi_slopes")
     )
-    assert answer.reason.startswith("bwd_simple__bf16_d64__w4__bias_sinkf32: ")
-    assert [v.family for v in answer.variants] == ["bwd_delta", "bwd_simple", "bwd_sum"]
+    assert answer.reason.startswith("bwd_sm80_dq__bf16_d64__m128n32s2w4b2__bias_sinkf32: ")
+    assert [v.family for v in answer.variants] == ["bwd_delta", "bwd_sm80_dq", "bwd_sm80_dbias", "bwd_sum"]
     assert cupyflash.supports(head_dim=64, wrt=["q"]).reason.startswith("host__")
     assert cupyflash.supports(head_dim=300, wrt=["q"]).reason == cupyflash.supports(head_dim=300).reason
     assert "wrt=('p',) must be a tuple of names" in cupyflash.supports(head_dim=64, wrt=("p",)).reason
-    assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_simple__")
+    assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_sm80__")
 
 
 def test_specs_are_what_the_architectures_have() -> None:
@@ -308,6 +391,8 @@ def test_a_packed_backward_call_holds_each_value_under_its_name() -> None:
     packed = dict(zip((name for name, _ in params.BACKWARD_FIELDS), params.BACKWARD.unpack(buffer), strict=True))
     named = {"q": 1, "out": 4, "lse": 6, "dout": 5, "dlse": 0, "dq": 0, "dk": 7, "dv": 0, "dbias": 8, "row_lse": 0, "row_delta": 9}
     assert {name: packed[name] for name in named} == named
+    for name in ("q", "k", "v", "out", "dout", "row_delta"):  # for the tensor maps
+        assert struct.unpack_from("<Q", buffer, params.offset_of(name)) == (packed[name],)
     assert [packed[f"dout_stride_{axis}"] for axis in ("batch", "seq", "head", "dim")] == [50, 51, 52, 53]
     assert [packed[f"lse_stride_{axis}"] for axis in ("batch", "head", "seq")] == [60, 61, 62]
     assert [packed[f"{name}_stride_seq"] for name in ("dq", "dk", "dv")] == [0, 71, 0]
