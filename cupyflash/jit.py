@@ -94,7 +94,6 @@ def _config(variant: Variant) -> str:
         numbers |= {
             "kStagesQ": config.stages_q,
             "kPingPong": config.ping_pong,
-            "kPersistent": config.persistent,
             "kStoreMap": variant.store_map,
             "kOwnOut": config.own_out,
         }

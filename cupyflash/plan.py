@@ -49,7 +49,7 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
         if variant.store_map:
             boxes += (("out", 8 if variant.config.own_out else 16),)  # rows of a warp
     tiles = _num_tiles(p, variant)
-    if isinstance(variant.config, Sm90Config) and variant.config.persistent:
+    if isinstance(variant.config, Sm90Config):  # a block for each SM, which takes tile after tile
         tiles = min(tiles, device.num_sms)
     return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, why, boxes),))
 
