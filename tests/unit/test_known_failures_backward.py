@@ -106,7 +106,8 @@ def test_kf_004_nan_in_a_hidden_key_reaches_only_rows_that_see_it(
     clean = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)  # without the row that sees the last key
     k[:, -1] = v[:, -1] = bad
     grads = gradients(q, k, v, dout, causal=True, softcap=softcap)
-    np.testing.assert_array_equal(grads.dq[:, :129], clean.dq)
+    rounding = {"float32": 2e-6, "float64": 2e-15}.get(dtype, 0)  # sums over one row more are not always added up in the same order
+    np.testing.assert_allclose(grads.dq[:, :129], clean.dq, rtol=0, atol=rounding)
     assert np.isnan(grads.dq[:, 129].astype(np.float32)).all()
     with_row = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)
     assert is_zero(with_row.dk[:, 129])
