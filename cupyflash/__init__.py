@@ -3,7 +3,8 @@
 `attention` takes CuPy, PyTorch, JAX, NumPy or any DLPack arrays, computes where they are, and gives back the caller's type.
 """
 
-from cupyflash import reference
+from typing import TYPE_CHECKING, Any
+
 from cupyflash._version import __version__
 from cupyflash.api import AttentionResult, Report, Support, attention, merge_states, supports, warmup
 from cupyflash.backward import Gradients, attention_backward, attention_vjp
@@ -20,6 +21,18 @@ from cupyflash.errors import (
     StateError,
     UnsupportedError,
 )
+
+if TYPE_CHECKING:
+    from cupyflash import reference
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reference":  # 4 ms of an import that hardly ever needs it
+        import importlib
+
+        return importlib.import_module("cupyflash.reference")
+    raise AttributeError(f"module 'cupyflash' has no attribute {name!r}")
+
 
 __all__ = [
     "ArgumentError",

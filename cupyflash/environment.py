@@ -11,7 +11,6 @@ import platform
 import re
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +142,8 @@ def _cache_dir_for_cupy() -> Iterator[None]:
         if why := why_unwritable(folder):
             if why_unwritable(cache_dir()):
                 warn_unwritable(folder, why)
+                import tempfile  # with hashlib and random, 3 ms of an import that hardly ever needs it
+
                 folder = Path(tempfile.mkdtemp(prefix="cupyflash-"))
                 atexit.register(shutil.rmtree, folder, ignore_errors=True)
             else:

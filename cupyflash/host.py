@@ -22,7 +22,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -71,6 +70,8 @@ def workers(tiles: int, scores: int) -> Iterator[Callable[[Callable[[T], R], Ite
                 return compute(tile)
 
         return pool.map(compute_alone, tiles)
+
+    from concurrent.futures import ThreadPoolExecutor  # 2 ms of an import that calls on a GPU do not need
 
     with _all_cores, _one_blas_thread(), ThreadPoolExecutor(threads, thread_name_prefix="cupyflash") as pool:
         yield run

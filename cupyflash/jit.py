@@ -11,11 +11,9 @@ import functools
 import hashlib
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +95,6 @@ def _config(variant: Variant, arch: str) -> str:
         numbers |= {
             "kStagesQ": config.stages_q,
             "kPingPong": config.ping_pong,
-            "kPersistent": config.persistent,
             "kStoreMap": variant.store_map,
             "kOwnOut": config.own_out,
         }
@@ -286,6 +283,8 @@ def build(unit: Unit) -> Cubin:
 def build_all(variants: Sequence[Variant], arch: str, device_id: int | None) -> list[Cubin]:
     """`build` each on all cores, since NVRTC scales over threads; then load them on the device, if any."""
     load_nvrtc()  # here, for its time to be no kernel's
+    from concurrent.futures import ThreadPoolExecutor  # 2 ms of an import that a call does not need
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cubins = list(pool.map(build, (render(variant, arch) for variant in variants)))
     if device_id is not None:
@@ -309,6 +308,8 @@ def compile_cubin(unit: Unit, options: tuple[str, ...] = ()) -> tuple[bytes, str
 
 
 def _compile_error(unit: Unit, log: str) -> CompileError:
+    import tempfile
+
     with tempfile.NamedTemporaryFile("w", prefix=f"{unit.entry}-", suffix=".cu", delete=False) as source:
         source.write(unit.source)
     first = next((line for line in log.splitlines() if "error" in line), log.strip())

@@ -56,7 +56,7 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
         return Plan(())  # a grid of 0 is an error to the driver
     variant, row = _choose(p, device, FORWARD)
     tiles = _num_tiles(p, variant)
-    if isinstance(variant.config, Sm90Config) and variant.config.persistent:
+    if isinstance(variant.config, Sm90Config):  # a block for each SM, which takes tile after tile
         tiles = min(tiles, device.num_sms)
     return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, row.why, _boxes(variant)),))
 

@@ -43,7 +43,6 @@ class Sm90Config(NamedTuple):
     stages: int  # tiles of K and of V
     stages_q: int = 1
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
-    persistent: bool = False  # one block an SM, which computes tile after tile
     own_out: bool = False  # rows leave through memory of their own, so that Q's is free for the next tile after the last product
 
     @property
@@ -52,7 +51,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        extras = "p" * self.ping_pong + "t" * self.persistent + "o" * self.own_out
+        extras = "p" * self.ping_pong + "o" * self.own_out
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 
@@ -248,13 +247,13 @@ def _sm90(head_dim: int, options: bool, config: Sm90Config, why: str, causal: bo
     return Row("fwd_sm90", _HALF, head_dim, 90, options, config, why, "90a", causal, longest)
 
 
-# Persistent, with two tiles of Q; with one of Q, and rows of O in memory of their own. Ping-pong: `turns`.
+# With two tiles of Q; with one of Q, and rows of O in memory of their own. Ping-pong: `turns`.
 def _two_q(block_m: int, block_n: int, stages: int = 2, turns: bool = False) -> Sm90Config:
-    return Sm90Config(block_m, block_n, stages, 2, turns, persistent=True)
+    return Sm90Config(block_m, block_n, stages, 2, turns)
 
 
 def _own_out(block_m: int, block_n: int, stages: int = 2, turns: bool = False) -> Sm90Config:
-    return Sm90Config(block_m, block_n, stages, 1, turns, persistent=True, own_out=True)
+    return Sm90Config(block_m, block_n, stages, 1, turns, own_out=True)
 
 
 # TFLOP/s are of an H200 (2026-11-29, bf16, one batch, S = 16384, heads x D = 2048, not causal), all rows of a width and torch's FA2 in one

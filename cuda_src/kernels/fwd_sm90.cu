@@ -1,7 +1,7 @@
 // fwd_sm90.cu: attention forward by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm80.cu.
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
-// Work       A tile is kBlockM rows of one head. A block takes one tile, or, where the grid is smaller, every gridDim-th, there and back.
+// Work       A tile is kBlockM rows of one head. There is a block for each SM, which takes every gridDim-th tile, there and back.
 // Walk       From the last visible key block down to the first.
 // Threads    Warpgroup 0 copies: one thread decides what is next and queues all loads. The others have 64 rows of S and O each, in
 //            registers, and do what they find in shared memory; of the key blocks of the tile each passes over those it does not see.
@@ -65,7 +65,6 @@ struct Tiles {
 
   // The next tile, or -1.
   __device__ int next() {
-    if constexpr (!C::kPersistent) return pass++ ? -1 : static_cast<int>(blockIdx.x);
     const int grid = gridDim.x, place = pass % 2 ? grid - 1 - blockIdx.x : blockIdx.x;
     const long long tile = static_cast<long long>(pass++) * grid + place;
     return tile < static_cast<long long>(row_blocks) * heads ? static_cast<int>(tile) : -1;
@@ -124,11 +123,9 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     }
     load_v(w.keys.first);
   }
-  if constexpr (C::kPersistent) {
-    mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-    smem.work[q.used % 2].row = -1;
-    mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
-  }
+  mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
+  smem.work[q.used % 2].row = -1;
+  mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
 }
 
 // A block that every row sees whole, for rows that have a reference: S becomes P without a row maximum on the way. A row whose weights of
@@ -241,7 +238,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
   using Element = typename C::Element;
   constexpr int kConsumers = C::kBlockM / 64;
   // Three warpgroups fill each other's gaps, and have no registers for it.
-  constexpr bool kAhead = C::kPersistent && C::kStagesQ > 1 && kConsumers == 2;
+  constexpr bool kAhead = C::kStagesQ > 1 && kConsumers == 2;
   // On the diagonal, where a warp sees 5/8 of a block on average.
   constexpr bool kLeavesOut = C::kCausal && kFused<C> && !C::kMask && kConsumers == 2;
   constexpr bool kTogether = C::kPingPong || kAhead;  // all warpgroups multiply all blocks that are copied
@@ -263,7 +260,6 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
   int held = -1;  // the place of the tile before it, while its rows are on their way out
   KeyBlocks keys;
   auto open_tile = [&] {
-    if (!C::kPersistent && q.used == 1) return false;
     place = q.used % 2;
     stage = q.stage();
     mbarrier_wait(smem_address(&smem.q_full[stage]), q.parity());

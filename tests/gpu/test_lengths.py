@@ -14,6 +14,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflas
 from judge import standard_attention
 from on_gpu import Move, agrees, compile_ahead, fits, needs, only, row_name
 
+import cupyflash
 from cupyflash import device, plan, variants
 from cupyflash.problem import ITEMSIZE, AttentionProblem
 from cupyflash.variants import Row
@@ -137,6 +138,23 @@ def test_kf_008_outliers_among_rows_and_columns(row: Row, dtype: str, rng: np.ra
             out = move.attention(*arrays, **given).astype(np.float64)
             error = np.sqrt(np.mean((out - expected) ** 2) / np.mean(expected**2))
             assert error < OUTLIERS[dtype], options
+
+
+@each_row
+def test_results_are_equal_bit_by_bit_from_run_to_run(row: Row, dtype: str, rng: np.random.Generator) -> None:
+    """Rows that are computed again among them: blocks finish in any order, and no result may depend on it."""
+    needs(row)
+    move, d = Move("cupy"), row.head_dim
+    with only(row):
+        for options in options_of(row):
+            q, k, v = (rng.standard_normal((2, 5 * PRIME, h, d)) for h in (8, 2, 2))
+            q[:, ::29] *= 20
+            k[:, ::31] *= 20
+            q, k, v = move(*(x.astype(DTYPES[dtype]) for x in (q, k, v)))
+            first, *others = (cupyflash.attention(q, k, v, **options) for _ in range(4))
+            for other in others:
+                for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (first, other)), strict=True):
+                    assert (a is None and b is None) or a.tobytes() == b.tobytes(), options
 
 
 @each_row

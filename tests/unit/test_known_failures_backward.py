@@ -45,9 +45,9 @@ def inputs(
     return [*make(rng, q, k, v, dtype), *make(rng, (*q[:-1], (v or k)[-1]), (1,), dtype=dtype)[:1]]
 
 
-def same(grad: Any, expected: Any) -> None:
-    """Equal bits: what a call may not read changes nothing. tests/gpu compares by another function, where rounding may differ."""
-    np.testing.assert_array_equal(grad, expected)
+def same(grad: Any, expected: Any, rounding: float = 0) -> None:
+    """What a call may not read changes nothing. tests/gpu compares by another function, where 16 bits may be rounded otherwise."""
+    np.testing.assert_allclose(grad, expected, rtol=0, atol=rounding)
 
 
 def is_zero(x: Any) -> bool:
@@ -111,7 +111,8 @@ def test_kf_004_nan_in_a_hidden_key_reaches_only_rows_that_see_it(
     clean = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)  # without the row that sees the last key
     k[:, -1] = v[:, -1] = bad
     grads = gradients(q, k, v, dout, causal=True, softcap=softcap)
-    same(grads.dq[:, :129], clean.dq)
+    rounding = {"float32": 2e-6, "float64": 2e-15}.get(dtype, 0)  # sums over one row more are not always added up in the same order
+    same(grads.dq[:, :129], clean.dq, rounding)
     assert np.isnan(grads.dq[:, 129].astype(np.float32)).all()
     with_row = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)
     assert is_zero(with_row.dk[:, 129])

@@ -82,7 +82,7 @@ def test_the_head_dim_picks_the_row_and_the_shared_memory_the_tile() -> None:
     assert tile(64, "80") == "fwd_sm80__bf16_d64__m128n128s2w4"
     assert tile(40, "80") == "fwd_sm80__bf16_d48__m128n128s2w4"
     assert tile(256, "100") == "fwd_sm80__bf16_d256__m128n64s2w8"
-    assert tile(256, "90a") == "fwd_sm90__bf16_d256__m128n64s2q1to"
+    assert tile(256, "90a") == "fwd_sm90__bf16_d256__m128n64s2q1o"
     assert tile(256, "86") == "fwd_sm80__bf16_d256__m64n32s2w4"
 
     def of_backward(d: int, arch: str, **fields: Any) -> str:
@@ -132,12 +132,13 @@ def test_rows_for_short_calls_and_for_causal_ones() -> None:
     def tile(**fields: Any) -> str:
         return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.tile
 
-    assert tile(seqlen_k=1024) == "m128n96s3q2t"
-    assert tile(seqlen_k=1025) == "m192n64s3q2pt"
-    assert tile(seqlen_k=1025, window_right=0) == tile(seqlen_k=1025, window_left=9) == "m192n64s3q2t"
+    assert tile(seqlen_k=1024) == "m128n96s3q2"
+    assert tile(seqlen_k=1025) == "m192n64s3q2p"
+    assert tile(seqlen_k=1025, window_right=0) == tile(seqlen_k=1025, window_left=9) == "m192n64s3q2"
 
 
 def test_a_window_a_sink_and_used_lengths_stay_in_the_fast_rows_of_sm_90() -> None:
+    fast = {row.config for row in FORWARD if row.family == "fwd_sm90" and not row.options}
     for fields in (
         {"window_left": 3},
         {"sink": "float32"},
@@ -145,9 +146,9 @@ def test_a_window_a_sink_and_used_lengths_stay_in_the_fast_rows_of_sm_90() -> No
         {"seqused_k": True},
         {"window_left": 3, "seqused_q": True},
     ):
-        assert plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
+        assert plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config in fast
     for fields in ({"softcap": 2.0}, {"mask": True}, {"bias": "float32"}, {"alibi": True}):
-        assert not plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config.persistent
+        assert plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant.config not in fast
 
 
 def test_names_hold_the_flags_that_change_the_code() -> None:
