@@ -143,7 +143,7 @@ def _wgmma(variant: Variant) -> tuple[str, ...]:
 
     if isinstance(config, Sm90Config):
         return in_memory("wgmma_ss", config.block_n, 0), in_registers(variant.head_dim_v)
-    width_q = variant.head_dim if config.block_m == 128 else variant.head_dim // 2
+    width_q = variant.head_dim if config.block_m == 128 else 64  # of dQ at once
     widths = sorted({variant.head_dim, variant.head_dim_v})
     return in_memory("wgmma_ss", config.block_m, 0), in_memory("wgmma_ss_t", width_q, 1), *(in_registers(n) for n in widths)
 

@@ -111,7 +111,7 @@ class BwdConfig(NamedTuple):
 
 class BwdSm90Config(NamedTuple):
     """`bwd_sm90`: a warpgroup that copies, and two with 64 of block_n keys each, whom block_m query rows at a time pass by; Q and dO have
-    `stages` buffers."""
+    `stages` buffers. `bwd_sm90_wide`: the two share the products of 64 keys."""
 
     block_m: int
     block_n: int
@@ -125,8 +125,14 @@ class BwdSm90Config(NamedTuple):
     def tile(self) -> str:
         return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
-    def serves(self, head_dim: int) -> bool:
-        """Of dQ a warpgroup computes 64 rows, of any width up to 64 columns, or 64 of 128 columns."""
+    @property
+    def wide(self) -> bool:
+        return self.block_n == 64
+
+    def serves(self, head_dim: int, head_dim_v: int = 0) -> bool:
+        """Of dQ a warpgroup computes 64 rows, of any width up to 64 columns, or 64 of 128 columns; of wide heads one or two times 64."""
+        if self.wide:
+            return head_dim >= 128 and max(head_dim, head_dim_v) > 128
         return head_dim <= 64 if self.block_m == 128 else head_dim == 128
 
 
@@ -174,10 +180,11 @@ class Variant(NamedTuple):
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
             results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
             return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + 2 * _WORK_BYTES) // 1024) * 1024
-        if isinstance(c, BwdSm90Config):  # as above; dS twice, LSE and delta, barriers
+        if isinstance(c, BwdSm90Config):  # as above; dS twice, P of wide heads, LSE and delta, barriers
             operands = (c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
-            rest = 2 * c.block_m * _panel_bytes(c.block_n) + c.stages * c.block_m * 2 * 4 + 8 * (1 + 4 * c.stages)
-            return -(-(operands + rest) // 1024) * 1024
+            weights = 2 * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
+            rest = c.stages * c.block_m * 2 * 4 + 8 * (1 + 4 * c.stages)
+            return -(-(operands + weights + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig):
             return 0
         row, key = c.block_m * _pitch_bytes(self.head_dim), c.block_n * _pitch_bytes(self.head_dim)  # Q and K
@@ -215,6 +222,7 @@ PLAIN = {
     "fwd_sm90": frozenset({"causal", "lse", "local", "sink", "sinkf32", "used"}),
     "bwd_sm80": frozenset({"causal"}),
     "bwd_sm90": frozenset({"causal", "local", "sink", "sinkf32"}),
+    "bwd_sm90_wide": frozenset({"causal", "local", "sink", "sinkf32"}),
 }
 
 
@@ -300,6 +308,8 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 BACKWARD = (
     Row("bwd_sm90", _HALF, 64, 90, False, BwdSm90Config(128, 128, 2), "not measured", "90a"),
     Row("bwd_sm90", _HALF, 128, 90, False, BwdSm90Config(64, 128, 2), "not measured", "90a"),
+    Row("bwd_sm90_wide", _HALF, 192, 90, False, BwdSm90Config(64, 64, 3), "not measured; 226 kB", "90a"),
+    Row("bwd_sm90_wide", _HALF, 256, 90, False, BwdSm90Config(64, 64, 2), "not measured; 226 kB", "90a"),
     _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),
     _bwd_sm80(64, 90, False, "m64n64s2w4g222b3", "m128n32s2w4b2", "not measured"),
     _bwd_sm80(64, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),

@@ -12,15 +12,9 @@
 // dQ         Added to dq_sum by atomics, in no fixed order; bwd_convert makes dQ of it.
 // Edges      Rows past Sq are zeros with LSE = +inf: P = 0. Keys past their used length are masked.
 // Way out    As bwd_sm80: a key whose dK or dV is not finite is computed again by key_gradient.
-#include "../primitives/gradient.cuh"
-#include "../primitives/tma.cuh"
-#include "../primitives/wgmma.cuh"
+#include "../primitives/bwd_sm90.cuh"
 
 namespace cupyflash {
-
-struct TensorMaps {
-  TensorMap q, k, v, dout;  // 4-D: column, row, head, batch
-};
 
 template <class C>
 struct Smem {
@@ -38,108 +32,6 @@ struct Smem {
   float delta[C::kStages][C::kBlockM];
   alignas(8) unsigned long long keys_full, q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
 };
-
-// The row blocks that pass by a block of keys: of each query head that reads it, from the last to the first.
-template <class C>
-struct RowBlocks {
-  int h, i, left;
-  __device__ RowBlocks(const ForwardParams& f, const KeyWork<C>& w) {
-    const int group = f.num_heads_q / f.num_heads_kv;
-    h = w.h_kv * group;
-    i = w.row_last - 1;
-    left = group * (w.row_last - w.row_first);
-  }
-  __device__ void next(const KeyWork<C>& w) {
-    --left;
-    if (--i < w.row_first) {
-      i = w.row_last - 1;
-      ++h;
-    }
-  }
-};
-
-template <class C>
-__device__ inline KeyWork<C> key_work(const ForwardParams& f) {
-  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
-  return KeyWork<C>(f, blockIdx.x / key_blocks, blockIdx.x % key_blocks);
-}
-
-template <class C>
-__device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  using M = Smem<C>;
-  const ForwardParams& f = p.forward;
-  const KeyWork<C> w = key_work<C>(f);
-  if (threadIdx.x == 0) {
-    RowBlocks<C> rows(f, w);
-    if (rows.left == 0) return;
-    mbarrier_arrive_expect(smem_address(&smem.keys_full), M::TileK::kBytes + M::TileV::kBytes);
-    load_panels<typename M::TileK>(smem.k, maps.k, smem.keys_full, w.key, w.h_kv, w.b);
-    load_panels<typename M::TileV>(smem.v, maps.v, smem.keys_full, w.key, w.h_kv, w.b);
-    for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
-      const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
-      mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
-      load_tile_of<typename M::TileQ>(smem.q[stage], maps.q, smem.q_full[stage], rows.i * C::kBlockM, rows.h, w.b);
-      mbarrier_wait(smem_address(&smem.dout_empty[stage]), parity);
-      load_tile_of<typename M::TileO>(smem.dout[stage], maps.dout, smem.dout_full[stage], rows.i * C::kBlockM, rows.h, w.b);
-    }
-  } else if (threadIdx.x / 32 == 1) {
-    RowBlocks<C> rows(f, w);
-    for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
-      const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
-      const long long first = (static_cast<long long>(w.b) * f.num_heads_q + rows.h) * f.seqlen_q + rows.i * C::kBlockM;
-      const int count = w.s.used_q - rows.i * C::kBlockM;
-      mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
-#pragma unroll
-      for (int r = threadIdx.x % 32; r < C::kBlockM; r += 32) {
-        smem.reference[stage][r] = r < count ? p.row_reference[first + r] : infinity(0.0f);
-        smem.delta[stage][r] = r < count ? static_cast<const float*>(p.row_delta)[first + r] : 0.0f;
-      }
-      mbarrier_arrive(smem_address(&smem.q_full[stage]));
-    }
-  }
-}
-
-// S^T becomes P^T: rows are keys, from `key` on, columns query rows, from `row` on.
-template <class C, bool kMasked>
-__device__ inline void weights_step(const ForwardParams& f, const Sequence& s, int key, int row, float (&rS)[1][C::kBlockM / 8][4],
-                                    const float* reference) {
-  const int lane = threadIdx.x % 32;
-  const float scale_log2 = f.softmax_scale_log2;
-  RowRange seen[2];  // the rows that see the lane's two keys
-  if constexpr (kMasked) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int j = key + lane / 4 + 8 * r;
-      seen[r] = visible_rows<C>(f, s, j, j + 1);
-      if (j >= s.used_k) seen[r].last = 0;
-      seen[r].first -= row + 2 * (lane % 4);
-      seen[r].last -= row + 2 * (lane % 4);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < C::kBlockM / 8; ++n) {
-    const float2 of = *reinterpret_cast<const float2*>(reference + 8 * n + 2 * (lane % 4));
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int column = 8 * n + e % 2;
-      const float weight = ex2(fmaf(rS[0][n][e], scale_log2, e % 2 ? -of.y : -of.x));
-      const bool visible = !kMasked || (column >= seen[e / 2].first && column < seen[e / 2].last);
-      rS[0][n][e] = visible ? weight : 0.0f;
-    }
-  }
-}
-
-// The accumulators of a 64 x 8 kTiles product as the left operand of the next.
-template <class Element, int kTiles>
-__device__ inline void pack_left(unsigned (&packed)[kTiles / 2][4], const float (&r)[1][kTiles][4]) {
-#pragma unroll
-  for (int n = 0; n < kTiles / 2; ++n) {
-    packed[n][0] = pack(r[0][2 * n][0], r[0][2 * n][1], Element{});
-    packed[n][1] = pack(r[0][2 * n][2], r[0][2 * n][3], Element{});
-    packed[n][2] = pack(r[0][2 * n + 1][0], r[0][2 * n + 1][1], Element{});
-    packed[n][3] = pack(r[0][2 * n + 1][2], r[0][2 * n + 1][3], Element{});
-  }
-}
 
 template <class C>
 __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
@@ -233,23 +125,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
 
 template <class C>
 __device__ inline void backward(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  if (threadIdx.x == 0) {
-    prefetch_map(&maps.q);
-    prefetch_map(&maps.k);
-    prefetch_map(&maps.v);
-    prefetch_map(&maps.dout);
-  }
-  if (threadIdx.x == 128) {
-    mbarrier_init(smem_address(&smem.keys_full), 1);
-    for (int n = 0; n < C::kStages; ++n) {
-      mbarrier_init(smem_address(&smem.q_full[n]), 1 + 32);  // the thread of the tiles and the warp of the vectors
-      mbarrier_init(smem_address(&smem.dout_full[n]), 1);
-      mbarrier_init(smem_address(&smem.q_empty[n]), 8);
-      mbarrier_init(smem_address(&smem.dout_empty[n]), 8);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
+  begin<C>(maps, smem);
   if (threadIdx.x < 128) {
     registers_give<24>();
     produce<C>(p, maps, smem);
