@@ -36,6 +36,12 @@ struct Smem {
 
 enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored };  // named barriers
 
+// The warp's first key; not to be kept through the loop before.
+template <class C>
+__device__ inline int first_key(const KeyWork<C>& w) {
+  return w.key + opaque(threadIdx.x) / 32 % 4 * 16;
+}
+
 // A warpgroup's share of dQ: panels kFirst to kLast. The last one stays queued until the next row block.
 template <class C, int kFirst, int kLast>
 struct QueryShare {
@@ -79,7 +85,6 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32;
-  const int key = w.key + 16 * warp;  // the warp's first
   const unsigned sK = smem_address(smem.k);
   float rdV[1][C::kHeadDimV / 8][4] = {};
   float rS[1][C::kBlockM / 8][4];
@@ -99,13 +104,14 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
     const int row = rows.i * C::kBlockM, first = row + 16 * warp;
     wgmma_wait<1>();  // S
     if (w.is_full(rows.i)) {
-      weights_step<C, false>(f, w.s, key, row, rS, smem.reference[stage]);
+      weights_step<C, false>(f, w.s, w.key + 16 * warp, row, rS, smem.reference[stage]);
     } else {
-      weights_step<C, true>(f, w.s, key, row, rS, smem.reference[stage]);
+      weights_step<C, true>(f, w.s, w.key + 16 * warp, row, rS, smem.reference[stage]);
     }
 #pragma unroll
     for (int t = 0; t < C::kBlockM / 8; ++t) smem.weights[t][thread] = float4{rS[0][t][0], rS[0][t][1], rS[0][t][2], rS[0][t][3]};
     named_barrier_arrive(kWeightsReady, 256);
+    wgmma_wait<0>();  // the last panel of the row block before
     unsigned rP[C::kBlockM / 16][4];
     pack_left<Element>(rP, rS);
     mbarrier_wait(smem_address(&smem.dout_full[stage]), parity);
@@ -117,7 +123,6 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
     issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDim>(rS, sK, smem_address(smem.q[next % C::kStages]));
     wgmma_commit();
     release(smem.q_empty[stage]);
-    wgmma_wait<2>();  // the last panel of the row block before
     share.add_last();
     share.sums = first < f.seqlen_q ? QuerySums<C>::at(QuerySums<C>::of_head(p, w.b, rows.h), first / 16, 0) : nullptr;
     named_barrier_sync(kScoresReady, 256);
@@ -126,6 +131,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   wgmma_wait<0>();
   share.add_last();
   if (p.dv) {
+    const int key = first_key(w);
     auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
     store_gradient<C::kUnaligned, C::kHeadDimV, 1, 1>(out, p.dv_stride_seq, f.seqlen_k - key, f.head_dim_v, rdV, 1.0f, 0);
   }
@@ -138,7 +144,6 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const int key = w.key + 16 * warp;  // the warp's first
   const unsigned sV = smem_address(smem.v);
   // Where the warp's 16 keys of a row of dS lie, for stmatrix: 8 rows by 8 keys from each 8 lanes.
   const unsigned ds_place = (lane % 8 + lane / 16 * 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
@@ -177,6 +182,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
     for (int t = 0; t < C::kBlockM / 16; ++t) stmatrix_x4_trans(smem_address(smem.ds[n % 2]) + ds_place + t * 16 * 128, rdS[t]);
     fence_async_proxy();
     named_barrier_arrive(kScoresReady, 256);
+    wgmma_wait<0>();  // the last panel of the row block before
     wgmma_fence();
     issue_pv<Element, C::kBlockM, C::kHeadDim>(rdK, rdS, smem_address(smem.q[stage]), 1);
     wgmma_commit();
@@ -184,7 +190,6 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
     wgmma_fence();
     issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, sV, smem_address(smem.dout[next % C::kStages]));
     wgmma_commit();
-    wgmma_wait<2>();  // the last panel of the row block before
     share.add_last();
     share.sums = first < f.seqlen_q ? QuerySums<C>::at(QuerySums<C>::of_head(p, w.b, rows.h), first / 16, 0) : nullptr;
     named_barrier_sync(kScoresWritten, 128);
@@ -193,6 +198,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   wgmma_wait<0>();
   share.add_last();
   if (p.dk) {
+    const int key = first_key(w);
     auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
     store_gradient<C::kUnaligned, C::kHeadDim, 1, 1>(out, p.dk_stride_seq, f.seqlen_k - key, f.head_dim, rdK,
                                                      static_cast<float>(f.softmax_scale), 0);
@@ -204,11 +210,10 @@ template <class C>
 __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   static_assert(C::kBlockM == 64 && C::kBlockN == 64 && C::kHeadDim % 64 == 0 && C::kHeadDim >= 128 && C::kHeadDimV % 64 == 0);
   const KeyWork<C> w = key_work<C>(p.forward);
-  const int key = w.key + threadIdx.x / 32 % 4 * 16;  // the warp's first
   unsigned again = uniform(threadIdx.x / 128) == 1 ? value_gradients<C>(p, smem, w) : key_gradients<C>(p, smem, w);
   named_barrier_sync(kAllStored, 256);  // of these keys both gradients are there, and are overwritten by any lane
   for (; again; again &= again - 1) {
-    const int j = key + __ffs(again) - 1;
+    const int j = first_key(w) + __ffs(again) - 1;
     if (j < p.forward.seqlen_k && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
   }
 }
