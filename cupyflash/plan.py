@@ -205,9 +205,9 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
 
 
 def _variant(p: AttentionProblem, row: Row) -> Variant:
-    # mma.sync and wgmma multiply 16 wide, a warp of fwd_simple holds 32 elements a register, and bwd_sm90_wide shares panels of 64: tiles
-    # are padded, the true D stays a parameter.
-    step = 32 if isinstance(row.config, SimpleConfig) else 64 if isinstance(row.config, BwdSm90Config) and row.config.wide else 16
+    # mma.sync and wgmma multiply 16 wide, and a warp of fwd_simple holds 32 elements a register: tiles are padded, the true D stays a
+    # parameter.
+    step = 32 if isinstance(row.config, SimpleConfig) else 16
     aligned = p.aligned16 and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0  # whole 16-byte loads, no row ends inside one
     flags = _flags(p) if aligned or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
     return Variant(row.family, p.dtype, _round_up(p.head_dim, step), _round_up(p.head_dim_v, step), flags, row.config)

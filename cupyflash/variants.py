@@ -130,9 +130,9 @@ class BwdSm90Config(NamedTuple):
         return self.block_n == 64
 
     def serves(self, head_dim: int, head_dim_v: int = 0) -> bool:
-        """Of dQ a warpgroup computes 64 rows, of any width up to 64 columns, or 64 of 128 columns; of wide heads one or two times 64."""
+        """Of dQ a warpgroup computes 64 rows, of any width up to 64 columns, or 64 of 128 columns; of wide heads 64 once or twice."""
         if self.wide:
-            return head_dim >= 128 and max(head_dim, head_dim_v) > 128
+            return head_dim > 64 and max(head_dim, head_dim_v) > 128
         return head_dim <= 64 if self.block_m == 128 else head_dim == 128
 
 

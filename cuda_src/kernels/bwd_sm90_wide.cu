@@ -8,8 +8,8 @@
 //            and dS of the next: where one warpgroup computes, the tensor cores have products of the other, mostly of both.
 // Exchange   P^T goes through shared memory in float; dS is there twice. Of two barriers a row block, kWeightsReady holds up warpgroup 2
 //            alone and kScoresReady warpgroup 1 alone. They come by turns, so they also say when a buffer may be written again: P when the
-//            second has read it, which then arrives at kScoresReady; a dS when both have waited for the products that read it, the first
-//            before it arrives at kWeightsReady one row block later.
+//            second has read it, which then arrives at kScoresReady; a dS when both have waited for the products that read it, which the
+//            first has when it arrives at kWeightsReady two row blocks later.
 // Smem       sK, sV; kStages tiles of Q and of dO with their vectors; P, dS twice.
 // dQ, edges and way out are those of bwd_sm90.
 #include "../primitives/bwd_sm90.cuh"
@@ -60,7 +60,7 @@ struct QueryShare {
   __device__ void add() {
     if (sums == nullptr) return;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) QuerySums<C>::add(sums + (8 * kPanel + c) * 128, rdQ[0][c]);
+    for (int c = 0; c < 8 && 8 * kPanel + c < QuerySums<C>::kColumns; ++c) QuerySums<C>::add(sums + (8 * kPanel + c) * 128, rdQ[0][c]);
   }
   // Behind the products of a row block, the last of which to read a tile give it back to `empty`.
   __device__ void issue_all(const Smem<C>& smem, int n, unsigned long long& empty) {
@@ -73,7 +73,7 @@ struct QueryShare {
       issue<kLast>(smem, n);
     }
   }
-  // Where the products that were queued before the last panel are waited for.
+  // When it is there.
   __device__ void add_last() { add<kLast>(); }
   // Before the first row block, so that it waits as the others do: a product of nothing, which is not looked at.
   __device__ void issue_none(const Smem<C>& smem) { issue<kLast>(smem, 1); }
@@ -88,7 +88,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   const unsigned sK = smem_address(smem.k);
   float rdV[1][C::kHeadDimV / 8][4] = {};
   float rS[1][C::kBlockM / 8][4];
-  QueryShare<C, 0, C::kHeadDim / 128 - 1> share;
+  QueryShare<C, 0, Smem<C>::TileK::kCount / 2 - 1> share;
   RowBlocks<C> rows(f, w);
   if (rows.left > 0) {
     mbarrier_wait(smem_address(&smem.keys_full), 0);
@@ -111,9 +111,9 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
 #pragma unroll
     for (int t = 0; t < C::kBlockM / 8; ++t) smem.weights[t][thread] = float4{rS[0][t][0], rS[0][t][1], rS[0][t][2], rS[0][t][3]};
     named_barrier_arrive(kWeightsReady, 256);
-    wgmma_wait<0>();  // the last panel of the row block before
     unsigned rP[C::kBlockM / 16][4];
     pack_left<Element>(rP, rS);
+    wgmma_wait<0>();  // the last panel of the row block before
     mbarrier_wait(smem_address(&smem.dout_full[stage]), parity);
     wgmma_fence();
     issue_pv<Element, C::kBlockM, C::kHeadDimV>(rdV, rP, smem_address(smem.dout[stage]), 1);
@@ -149,7 +149,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   const unsigned ds_place = (lane % 8 + lane / 16 * 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
   float rdK[1][C::kHeadDim / 8][4] = {};
   float rdP[1][C::kBlockM / 8][4];
-  QueryShare<C, C::kHeadDim / 128, C::kHeadDim / 64 - 1> share;
+  QueryShare<C, Smem<C>::TileK::kCount / 2, Smem<C>::TileK::kCount - 1> share;
   RowBlocks<C> rows(f, w);
   if (rows.left > 0) {
     mbarrier_wait(smem_address(&smem.keys_full), 0);
@@ -208,7 +208,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
 
 template <class C>
 __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
-  static_assert(C::kBlockM == 64 && C::kBlockN == 64 && C::kHeadDim % 64 == 0 && C::kHeadDim >= 128 && C::kHeadDimV % 64 == 0);
+  static_assert(C::kBlockM == 64 && C::kBlockN == 64 && C::kHeadDim > 64);
   const KeyWork<C> w = key_work<C>(p.forward);
   unsigned again = uniform(threadIdx.x / 128) == 1 ? value_gradients<C>(p, smem, w) : key_gradients<C>(p, smem, w);
   named_barrier_sync(kAllStored, 256);  // of these keys both gradients are there, and are overwritten by any lane

@@ -266,8 +266,9 @@ def test_every_supported_problem_has_a_backward(arch: str, dtype: str) -> None:
             for deterministic in (False, True):
                 step = plan.backward(p._replace(deterministic=deterministic), KNOWN[arch]).steps[1]
                 v = step.variant
-                hopper = arch == "90a" and max(d, dv) <= 64 and not (flags or deterministic)
-                tensor_cores = "bwd_sm90" if hopper and d % 8 == dv % 8 == 0 else "bwd_sm80"
+                hopper = arch == "90a" and d % 8 == dv % 8 == 0 and not (flags or deterministic)
+                narrow, wide = hopper and max(d, dv) <= 64, hopper and d > 64
+                tensor_cores = "bwd_sm90" if narrow else "bwd_sm90_wide" if wide else "bwd_sm80"
                 assert v.family == (tensor_cores if dtype in ("float16", "bfloat16") else "bwd_simple")
                 assert (v.head_dim >= d, v.head_dim_v >= dv) == (True, True)
                 assert ("dq" in v.flags) == (v.family == "bwd_sm80" and not deterministic)
