@@ -34,7 +34,7 @@ _NUMBERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if cod
 # What follows the forward's fields in the argument of the backward's kernels: gradients and workspaces by the names of their buffers.
 _BACKWARD_POINTERS = (
     *("dout", "dlse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsink"),
-    *("row_lse", "row_delta", "row_slope", "row_sink", "row_reference", "dq_sum"),
+    *("row_lse", "row_delta", "row_slope", "row_sink", "row_reference", "dq_sum", "next_tile"),
 )
 _BACKWARD_NUMBERS = (
     *(f"dout_stride_{axis}" for axis in ("batch", "seq", "head", "dim")),

@@ -85,6 +85,8 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         *gradients,
         *_by_rows(variant, "bwd_sum", slopes + sinks, "sums over rows, in one order", "alibi", "sink"),
     )
+    if variant.family == "bwd_sm90":  # a block for each SM, which takes tile after tile
+        kernels = tuple((v, min(blocks, device.num_sms) if v == variant else blocks, reason) for v, blocks, reason in kernels)
     args = (*(name for name, used in _buffers(p).items() if used), "lse", "dout", *(f"d{name}" for name in problem.wrt))
     steps = tuple(
         Step(v, (_grid(v, blocks), 1, 1), v.threads, v.smem_bytes, args, reason, _boxes(v)) for v, blocks, reason in kernels if blocks
@@ -97,6 +99,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "row_sink": row_bytes if sinks else 0,
         "row_reference": row_bytes if tiled else 0,
         "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 16) * variant.head_dim * 4 if sums_q else 0,
+        "next_tile": 4 if variant.family == "bwd_sm90" else 0,
     }
     return Plan(steps, tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta")))
 

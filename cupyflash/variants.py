@@ -181,9 +181,10 @@ class Variant(NamedTuple):
             results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
             return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + 2 * _WORK_BYTES) // 1024) * 1024
         if isinstance(c, BwdSm90Config):  # as above; dS twice, P of wide heads, LSE and delta, barriers
-            operands = (c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
+            keys = (1 if c.wide else 2) * c.block_n
+            operands = (keys + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             weights = 2 * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
-            rest = c.stages * c.block_m * 2 * 4 + 8 * (1 + 4 * c.stages)
+            rest = c.stages * c.block_m * 2 * 4 + 8 * (4 + 4 * c.stages + 1)
             return -(-(operands + weights + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig):
             return 0

@@ -23,15 +23,15 @@ struct Smem {
   using TileQ = Panels<C::kBlockM, C::kHeadDim>;
   using TileO = Panels<C::kBlockM, C::kHeadDimV>;
   using TileS = Panels<C::kBlockM, C::kBlockN>;
-  alignas(1024) char k[TileK::kBytes];
-  alignas(1024) char v[TileV::kBytes];
+  alignas(1024) char k[1][TileK::kBytes];
+  alignas(1024) char v[1][TileV::kBytes];
   alignas(1024) char q[C::kStages][TileQ::kBytes];
   alignas(1024) char dout[C::kStages][TileO::kBytes];
   alignas(1024) char ds[2][TileS::kBytes];  // rows are query rows
   float4 weights[C::kBlockM / 8][128];      // P^T as the threads hold it: of each 8 query rows, a thread's four elements
   alignas(16) float reference[C::kStages][C::kBlockM];
   float delta[C::kStages][C::kBlockM];
-  alignas(8) unsigned long long keys_full, q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
+  alignas(8) unsigned long long keys_full[1], keys_empty[1], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
 };
 
 enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored };  // named barriers
@@ -51,7 +51,7 @@ struct QueryShare {
 
   template <int kPanel>
   __device__ void issue(const Smem<C>& smem, int n) {
-    const unsigned panel = smem_address(smem.k) + kPanel * Smem<C>::TileK::kPanelBytes;
+    const unsigned panel = smem_address(smem.k[0]) + kPanel * Smem<C>::TileK::kPanelBytes;
     wgmma_fence();
     issue_dq<typename C::Element, C::kBlockM, C::kBlockN, 64>(rdQ, smem_address(smem.ds[n % 2]), panel);
     wgmma_commit();
@@ -85,13 +85,13 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32;
-  const unsigned sK = smem_address(smem.k);
+  const unsigned sK = smem_address(smem.k[0]);
   float rdV[1][C::kHeadDimV / 8][4] = {};
   float rS[1][C::kBlockM / 8][4];
   QueryShare<C, 0, Smem<C>::TileK::kCount / 2 - 1> share;
   RowBlocks<C> rows(f, w);
   if (rows.left > 0) {
-    mbarrier_wait(smem_address(&smem.keys_full), 0);
+    mbarrier_wait(smem_address(&smem.keys_full[0]), 0);
     mbarrier_wait(smem_address(&smem.q_full[0]), 0);
   }
   wgmma_fence();
@@ -144,7 +144,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const unsigned sV = smem_address(smem.v);
+  const unsigned sV = smem_address(smem.v[0]);
   // Where the warp's 16 keys of a row of dS lie, for stmatrix: 8 rows by 8 keys from each 8 lanes.
   const unsigned ds_place = (lane % 8 + lane / 16 * 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
   float rdK[1][C::kHeadDim / 8][4] = {};
@@ -152,7 +152,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   QueryShare<C, Smem<C>::TileK::kCount / 2, Smem<C>::TileK::kCount - 1> share;
   RowBlocks<C> rows(f, w);
   if (rows.left > 0) {
-    mbarrier_wait(smem_address(&smem.keys_full), 0);
+    mbarrier_wait(smem_address(&smem.keys_full[0]), 0);
     mbarrier_wait(smem_address(&smem.dout_full[0]), 0);
   }
   wgmma_fence();
@@ -204,6 +204,25 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
                                                      static_cast<float>(f.softmax_scale), 0);
   }
   return not_finite(rdK[0]);
+}
+
+template <class C>
+__device__ inline KeyWork<C> key_work(const ForwardParams& f) {
+  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
+  return KeyWork<C>(f, blockIdx.x / key_blocks, blockIdx.x % key_blocks);
+}
+
+template <class C>
+__device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
+  const KeyWork<C> w = key_work<C>(p.forward);
+  if (w.row_first == w.row_last) return;
+  int n = 0;
+  if (threadIdx.x == 0) {
+    load_keys<C>(maps, smem, w, 0);
+    load_rows<C>(p.forward, maps, smem, w, n);
+  } else if (threadIdx.x / 32 == 1) {
+    copy_vectors<C>(p, smem, w, n);
+  }
 }
 
 template <class C>

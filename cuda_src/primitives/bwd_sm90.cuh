@@ -31,15 +31,9 @@ struct RowBlocks {
   }
 };
 
-template <class C>
-__device__ inline KeyWork<C> key_work(const ForwardParams& f) {
-  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
-  return KeyWork<C>(f, blockIdx.x / key_blocks, blockIdx.x % key_blocks);
-}
-
-// Scope: block. Before the first use of smem; nobody has arrived at any of its barriers.
+// Scope: block. Before the first use of smem; nobody has arrived at any of its barriers. `keys`: buffers of K and V.
 template <class C, class M>
-__device__ inline void begin(const TensorMaps& maps, M& smem) {
+__device__ inline void begin(const TensorMaps& maps, M& smem, int keys = 1) {
   if (threadIdx.x == 0) {
     prefetch_map(&maps.q);
     prefetch_map(&maps.k);
@@ -47,11 +41,14 @@ __device__ inline void begin(const TensorMaps& maps, M& smem) {
     prefetch_map(&maps.dout);
   }
   if (threadIdx.x == 128) {
-    mbarrier_init(smem_address(&smem.keys_full), 1);
+    for (int n = 0; n < keys; ++n) {
+      mbarrier_init(smem_address(&smem.keys_full[n]), 1);
+      mbarrier_init(smem_address(&smem.keys_empty[n]), 8);  // the warps that multiply
+    }
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(smem_address(&smem.q_full[n]), 1 + 32);  // the thread of the tiles and the warp of the vectors
       mbarrier_init(smem_address(&smem.dout_full[n]), 1);
-      mbarrier_init(smem_address(&smem.q_empty[n]), 8);  // the warps that multiply
+      mbarrier_init(smem_address(&smem.q_empty[n]), 8);
       mbarrier_init(smem_address(&smem.dout_empty[n]), 8);
     }
     mbarrier_init_fence();
@@ -59,38 +56,42 @@ __device__ inline void begin(const TensorMaps& maps, M& smem) {
   __syncthreads();
 }
 
-// Scope: the warpgroup that copies. M: the kernel's Smem.
+// Scope: one thread. Queues K and V of the block of keys.
 template <class C, class M>
-__device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, M& smem) {
+__device__ inline void load_keys(const TensorMaps& maps, M& smem, const KeyWork<C>& w, int buffer) {
+  unsigned long long& full = smem.keys_full[buffer];
+  mbarrier_arrive_expect(smem_address(&full), M::TileK::kBytes + M::TileV::kBytes);
+  load_panels<typename M::TileK>(smem.k[buffer], maps.k, full, w.key, w.h_kv, w.b);
+  load_panels<typename M::TileV>(smem.v[buffer], maps.v, full, w.key, w.h_kv, w.b);
+}
+
+// Scope: one thread. Queues Q and dO of all row blocks that pass by; n counts row blocks since the kernel began.
+template <class C, class M>
+__device__ inline void load_rows(const ForwardParams& f, const TensorMaps& maps, M& smem, const KeyWork<C>& w, int& n) {
+  for (RowBlocks<C> rows(f, w); rows.left > 0; ++n, rows.next(w)) {
+    const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
+    mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
+    load_tile_of<typename M::TileQ>(smem.q[stage], maps.q, smem.q_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+    mbarrier_wait(smem_address(&smem.dout_empty[stage]), parity);
+    load_tile_of<typename M::TileO>(smem.dout[stage], maps.dout, smem.dout_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+  }
+}
+
+// Scope: warp. Copies LSE and delta of the same.
+template <class C, class M>
+__device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyWork<C>& w, int& n) {
   const ForwardParams& f = p.forward;
-  const KeyWork<C> w = key_work<C>(f);
-  if (threadIdx.x == 0) {
-    RowBlocks<C> rows(f, w);
-    if (rows.left == 0) return;
-    mbarrier_arrive_expect(smem_address(&smem.keys_full), M::TileK::kBytes + M::TileV::kBytes);
-    load_panels<typename M::TileK>(smem.k, maps.k, smem.keys_full, w.key, w.h_kv, w.b);
-    load_panels<typename M::TileV>(smem.v, maps.v, smem.keys_full, w.key, w.h_kv, w.b);
-    for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
-      const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
-      mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
-      load_tile_of<typename M::TileQ>(smem.q[stage], maps.q, smem.q_full[stage], rows.i * C::kBlockM, rows.h, w.b);
-      mbarrier_wait(smem_address(&smem.dout_empty[stage]), parity);
-      load_tile_of<typename M::TileO>(smem.dout[stage], maps.dout, smem.dout_full[stage], rows.i * C::kBlockM, rows.h, w.b);
-    }
-  } else if (threadIdx.x / 32 == 1) {
-    RowBlocks<C> rows(f, w);
-    for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
-      const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
-      const long long first = (static_cast<long long>(w.b) * f.num_heads_q + rows.h) * f.seqlen_q + rows.i * C::kBlockM;
-      const int count = w.s.used_q - rows.i * C::kBlockM;
-      mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
+  for (RowBlocks<C> rows(f, w); rows.left > 0; ++n, rows.next(w)) {
+    const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
+    const long long first = (static_cast<long long>(w.b) * f.num_heads_q + rows.h) * f.seqlen_q + rows.i * C::kBlockM;
+    const int count = w.s.used_q - rows.i * C::kBlockM;
+    mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
 #pragma unroll
-      for (int r = threadIdx.x % 32; r < C::kBlockM; r += 32) {
-        smem.reference[stage][r] = r < count ? p.row_reference[first + r] : infinity(0.0f);
-        smem.delta[stage][r] = r < count ? static_cast<const float*>(p.row_delta)[first + r] : 0.0f;
-      }
-      mbarrier_arrive(smem_address(&smem.q_full[stage]));
+    for (int r = threadIdx.x % 32; r < C::kBlockM; r += 32) {
+      smem.reference[stage][r] = r < count ? p.row_reference[first + r] : infinity(0.0f);
+      smem.delta[stage][r] = r < count ? static_cast<const float*>(p.row_delta)[first + r] : 0.0f;
     }
+    mbarrier_arrive(smem_address(&smem.q_full[stage]));
   }
 }
 

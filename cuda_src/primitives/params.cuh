@@ -59,6 +59,7 @@ struct BackwardParams {
   // Those of the tiled kernels, null without them.
   float* row_reference;  // LSE in log2 units; NaN where rounding it would move a weight too far (gradient.cuh)
   float* dq_sum;         // sums of dQ before the scale (QuerySums in gradient.cuh); null where no kernel adds to them
+  int* next_tile;        // how many tiles have been given out beyond a block's first; null where blocks do not ask
 
   long long dout_stride_batch, dout_stride_seq, dout_stride_head, dout_stride_dim;
   long long lse_stride_batch, lse_stride_head, lse_stride_seq;
