@@ -81,9 +81,9 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
         gradients = ((variant, _blocks_of(variant, results), row.why),)
     kernels = (
-        *_by_rows(variant, "bwd_delta", rows, "what each row must know of its other keys", "out", "sink", "used"),
+        _delta(p, variant),
         *gradients,
-        *_by_rows(variant, "bwd_sum", slopes + sinks, "sums over rows, in one order", "alibi", "sink"),
+        _sum(variant, slopes + sinks),
     )
     if variant.family == "bwd_sm90":  # a block for each SM, which takes tile after tile
         kernels = tuple((v, min(blocks, device.num_sms) if v == variant else blocks, reason) for v, blocks, reason in kernels)
@@ -140,7 +140,8 @@ def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool) -
         launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))
     if sums_q:
         convert = variant._replace(family="bwd_convert", config=_BY_WARPS)
-        launches.append((convert, _blocks_of(convert, heads * _ceil_div(p.seqlen_q, 16)), "dq from its sums"))
+        blocks = _grid(convert, heads * _ceil_div(p.seqlen_q, 16 * _BY_WARPS.warps))
+        launches.append((convert, blocks, "dq from its sums"))
     if isinstance(c, BwdConfig):
         assert row.dq is not None
         dq, dbias = companions(variant, row)
@@ -157,11 +158,25 @@ def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool) -
 _BY_WARPS = SimpleConfig(4)
 
 
-def _by_rows(variant: Variant, family: str, warps: int, why: str, *flags: str) -> tuple[_Launch, ...]:
-    """The kernel before or after `variant` that works on rows: only the flags that begin so change its code, and no head dim does."""
-    kept = tuple(flag for flag in variant.flags if flag.startswith(flags))
-    by_rows = variant._replace(family=family, head_dim=0, head_dim_v=0, flags=kept, config=_BY_WARPS)
-    return ((by_rows, _blocks_of(by_rows, warps), why),)
+_DELTA_ELEMENTS = 1024  # of the rows of a warp of bwd_delta
+
+
+def _delta(p: AttentionProblem, variant: Variant) -> _Launch:
+    """The kernel before `variant`, which shares a warp out among as many rows as the width of O leaves."""
+    flags = [flag for flag in variant.flags if flag.startswith(("out", "sink", "used"))]
+    if not _aligned(p):
+        flags.append("unaligned")
+    width = max(64, 1 << (p.head_dim_v - 1).bit_length())
+    delta = Variant("bwd_delta", p.dtype, width, width, tuple(sorted(flags)), _BY_WARPS)
+    blocks = p.batch * p.num_heads_q * _ceil_div(p.seqlen_q, _BY_WARPS.warps * _DELTA_ELEMENTS // width)
+    return delta, _grid(delta, blocks), "what each row must know of its other keys"
+
+
+def _sum(variant: Variant, results: int) -> _Launch:
+    """The kernel after `variant` that adds up what it left of each row: no head dim changes its code, and few flags do."""
+    flags = tuple(flag for flag in variant.flags if flag.startswith(("alibi", "sink")))
+    sums = variant._replace(family="bwd_sum", head_dim=0, head_dim_v=0, flags=flags, config=_BY_WARPS)
+    return sums, _blocks_of(sums, results), "sums over rows, in one order"
 
 
 def _blocks_of(variant: Variant, warps: int) -> int:
@@ -211,9 +226,13 @@ def _variant(p: AttentionProblem, row: Row) -> Variant:
     # mma.sync and wgmma multiply 16 wide, and a warp of fwd_simple holds 32 elements a register: tiles are padded, the true D stays a
     # parameter.
     step = 32 if isinstance(row.config, SimpleConfig) else 16
-    aligned = p.aligned16 and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0  # whole 16-byte loads, no row ends inside one
-    flags = _flags(p) if aligned or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
+    flags = _flags(p) if _aligned(p) or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
     return Variant(row.family, p.dtype, _round_up(p.head_dim, step), _round_up(p.head_dim_v, step), flags, row.config)
+
+
+def _aligned(p: AttentionProblem) -> bool:
+    """Whether rows are whole 16-byte loads, and none ends inside one."""
+    return p.aligned16 and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
 
 
 def _flags(p: AttentionProblem) -> tuple[str, ...]:

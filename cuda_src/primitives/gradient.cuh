@@ -127,6 +127,19 @@ __device__ inline void store_gradient(T* g, long long stride, int count, int wid
   }
 }
 
+// Computes those rows of dQ again that left the range of the tiles; the warp has written its rows, from `row` on, as they are.
+template <class C, int kTiles>
+__device__ inline void repair_rows(const BackwardParams& p, int b, int h, int row, const float (&rdQ)[kTiles][C::kHeadDim / 8][4]) {
+  __syncwarp();  // what was written of these rows is overwritten by other lanes
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+    for (unsigned again = not_finite(rdQ[m]); again; again &= again - 1) {
+      const int i = row + 16 * m + __ffs(again) - 1;
+      if (i < p.forward.seqlen_q && !Head<C>(p, b, h).is_lost(i)) row_gradient<C>(p, b, h, i);
+    }
+  }
+}
+
 // dQ of a warp's rows, from `row` on, goes to memory; rows that left the range of the tiles are computed again.
 template <class C, int kTiles>
 __device__ inline void finish_rows(const BackwardParams& p, int b, int h, int row, const float (&rdQ)[kTiles][C::kHeadDim / 8][4]) {
@@ -136,14 +149,7 @@ __device__ inline void finish_rows(const BackwardParams& p, int b, int h, int ro
     const float scale = static_cast<float>(f.softmax_scale);
     store_gradient<C::kUnaligned, C::kHeadDim, 1, kTiles>(g, p.dq_stride_seq, f.seqlen_q - row, f.head_dim, rdQ, scale, 0);
   }
-  __syncwarp();  // what was written of these rows is overwritten by other lanes
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    for (unsigned again = not_finite(rdQ[m]); again; again &= again - 1) {
-      const int i = row + 16 * m + __ffs(again) - 1;
-      if (i < f.seqlen_q && !Head<C>(p, b, h).is_lost(i)) row_gradient<C>(p, b, h, i);
-    }
-  }
+  repair_rows<C, kTiles>(p, b, h, row, rdQ);
 }
 
 // Sums of dQ over the blocks of keys, in float: of each head tiles of 16 rows x 8 columns, row by row of tiles; in a tile the 128 elements
@@ -170,8 +176,10 @@ struct QuerySums {
     }
   }
   __device__ static void read(const float* g, float (&r)[4]) {
+    Elements<float, 4> four;
+    if constexpr (kByFour) four = *reinterpret_cast<const Elements<float, 4>*>(g);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) r[e] = g[kByFour ? e : 32 * e];
+    for (int e = 0; e < 4; ++e) r[e] = kByFour ? four.x[e] : g[32 * e];
   }
 };
 

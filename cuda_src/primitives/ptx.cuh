@@ -124,6 +124,18 @@ __device__ inline void red_add_4(float* global, const float (&x)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
+// Scope: thread. Reads 16 bytes of global memory that nobody writes meanwhile, at a multiple of 16, past the L1. Volatile keeps several
+// together, before what is computed of them.
+__device__ inline void global_load_16(unsigned (&x)[4], const void* global) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "l"(global));
+}
+// Scope: thread. Writes 16 bytes to global memory, at a multiple of 16: four words assigned in a struct the compiler may write one by one.
+__device__ inline void global_store_16(void* global, const unsigned (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
 // 1 / x to one unit in the last place, without the branch that a division takes for x near the ends of the range.
 __device__ inline float rcp(float x) {
   float y;

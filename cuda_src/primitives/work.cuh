@@ -66,6 +66,25 @@ struct Work {
   }
 };
 
+// Which `rows` rows of one head a block takes whose warps share nothing. Heads pass by first, then rows: where the rows of a head are 128
+// bytes in 4096, as in (B, S, H, D), the blocks that run at the same time read and write whole rows of all heads.
+struct HeadRows {
+  int b, h, row;  // row: the first of the block
+  __device__ HeadRows(const ForwardParams& p, int rows) {
+    const unsigned heads = p.num_heads_q, row_blocks = (p.seqlen_q + rows - 1) / rows;
+    const unsigned block = blockIdx.x / heads;
+    h = blockIdx.x % heads;
+    b = block / row_blocks;
+    row = block % row_blocks * rows;
+  }
+};
+
+// Neighbouring elements that one instruction reads or writes.
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Elements {
+  T x[kCount];
+};
+
 // Two neighbouring elements of a result.
 template <class Out>
 struct alignas(2 * sizeof(Out)) Pair {

@@ -97,13 +97,15 @@ def forms(variant: Variant, row: Row) -> Iterator[Variant]:
 
 def around(row: Row) -> Iterator[Case]:
     """What runs before and after the simple kernel of the backward, and tiled ones: with and without options, for one architecture."""
-    options = {"alibi": True, "bias": "float32", "sink": "float32", "seqused_k": True}
+    options = {"alibi": True, "bias": "float32", "sink": "float32", "seqused_k": True, "aligned16": False}
     for dtype in row.dtypes:
         for given, wrt in (({}, ("q",)), (options, ("q", "alibi_slopes", "sink"))):
             p = AttentionProblem(dtype, dtype, 1, 8, 8, 1, 1, 64, 64, 0.125, **given)  # type: ignore[arg-type]
             for step in plan.backward(BackwardProblem(p, wrt), KNOWN["90a"]).steps:
                 if step.variant.family != row.family:
                     yield Case(step.variant, "90a")
+                if step.variant.family == "bwd_delta":
+                    yield from (Case(step.variant._replace(head_dim=d, head_dim_v=d), "90a") for d in (128, 256))
 
 
 CASES = [

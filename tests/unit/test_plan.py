@@ -193,14 +193,14 @@ def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
     rows, keys = 2 * 8 * 1000, 2 * 2 * 900
     steps, workspaces = backward(window_right=0, softcap=2.0, dtype="float32", out_dtype="float64")
     assert [step.variant.name for step in steps] == [
-        "bwd_delta__f32__w4__outfloat64",
+        "bwd_delta__f32_d128__w4__outfloat64",
         "bwd_simple__f32_d128__w4__causal_outfloat64_softcap",
     ]
-    assert [step.grid[0] for step in steps] == [rows // 4, (rows + keys) // 4]
+    assert [step.grid[0] for step in steps] == [2 * 8 * 32, (rows + keys) // 4]
     assert workspaces == (("row_lse", 4 * rows), ("row_delta", 4 * rows))
     bias = {"bias_shape": (1, 8, 1000, 900)}
     steps, workspaces = backward(("bias", "alibi_slopes", "sink"), bias, bias="float32", alibi=True, sink="float32", dtype="float64")
-    assert [step.variant.name for step in steps][::2] == ["bwd_delta__f64__w4__sinkf32", "bwd_sum__f64__w4__alibi_sinkf32"]
+    assert [step.variant.name for step in steps][::2] == ["bwd_delta__f64_d128__w4__sinkf32", "bwd_sum__f64__w4__alibi_sinkf32"]
     assert [step.grid[0] for step in steps][1:] == [(rows + keys + 8 * 1000 * 900) // 4, 16 // 4]
     assert workspaces == tuple((name, 8 * rows) for name in ("row_lse", "row_delta", "row_slope", "row_sink"))
     assert backward(("alibi_slopes",), {"slopes_batch": 2}, alibi=True).steps[-1].grid[0] == 16 // 4
@@ -217,18 +217,30 @@ def test_a_tiled_backward_adds_dq_up_or_computes_it_apart() -> None:
         return {step.variant.name.replace("__bf16", ""): step.grid[0] for step in steps}, workspaces
 
     keys, alone = "bwd_sm80_d128__m64n64s2w4g222b2", {"bwd_sm80_dq_d128__m128n32s2w4b2": 2 * 8 * 8}
-    delta, dk_dv = {"bwd_delta__w4": rows // 4}, {keys: 2 * 2 * 15}
+    delta, dk_dv = {"bwd_delta_d128__w4": 2 * 8 * 32}, {keys: 2 * 2 * 15}
     reference = (*vectors, ("row_reference", 4 * rows))
     sums = (*reference, ("dq_sum", 2 * 8 * 1008 * 128 * 4))
-    convert = {"bwd_convert_d128__w4": 2 * 8 * 63 // 4}
+    convert = {"bwd_convert_d128__w4": 2 * 8 * 16}
     assert launched() == (delta | {"bwd_sm90_d128__m64n128s2": 2 * 2 * 8} | convert, sums)
     assert launched(tensor_maps=False) == (delta | {f"{keys}__dq": 2 * 2 * 15} | convert, sums)
     assert launched(("q", "k", "v"), {"deterministic": True}) == (delta | dk_dv | alone, reference)
     assert launched(("q",)) == (delta | alone, reference)
     assert launched(("v",)) == (delta | dk_dv, reference)
     names, workspaces = launched(("q", "k", "alibi_slopes"), alibi=True)  # their part of each row is a sum in one order, too
-    assert [name.split("_d128")[0] for name in names] == ["bwd_delta__w4", "bwd_sm80", "bwd_sm80_dq", "bwd_sum__w4__alibi"]
+    assert [name.split("_d128")[0] for name in names] == ["bwd_delta", "bwd_sm80", "bwd_sm80_dq", "bwd_sum__w4__alibi"]
     assert workspaces == (*vectors, ("row_slope", 4 * rows), ("row_reference", 4 * rows))
+
+
+def test_delta_shares_a_warp_out_by_the_width_of_out() -> None:
+    """A block has 4 warps of 16, 8 or 4 rows, whatever the dtype; rows that are no whole 16-byte loads are read by elements."""
+    for dv, width, rows in ((1, 64, 64), (64, 64, 64), (65, 128, 32), (128, 128, 32), (129, 256, 16), (256, 256, 16)):
+        step = backward(head_dim_v=dv, head_dim=256, dtype="float16" if dv % 8 else "float64").steps[0]
+        assert (step.variant.head_dim, step.variant.head_dim_v) == (width, width)
+        assert step.grid == (2 * 8 * -(-1000 // rows), 1, 1)
+        assert ("unaligned" in step.variant.flags) == bool(dv % 8)
+    for dtype in ("bfloat16", "float32"):
+        assert backward(dtype=dtype, aligned16=False).steps[0].variant.flags == ("unaligned",)
+        assert backward(dtype=dtype, head_dim=60).steps[0].variant.flags == ("unaligned",)
 
 
 def test_dbias_has_a_block_for_each_of_its_tiles() -> None:
