@@ -7,7 +7,7 @@
 //            and 2.2 times as long as its bytes at D = 64 and 128 (H200, 2026-11-30). Rows that are not aligned are read by elements.
 // Edges      A row that sees no key, or past its used length, has LSE = +inf and delta = 0 from here on: P = exp(S - LSE) = 0. Nothing of
 //            its dO, O and dLSE is used, so a NaN there goes nowhere.
-// Tiles      What a tiled kernel asks for besides: the LSE in its units, and zeros where it adds up dQ by atomics.
+// Tiles      What a tiled kernel asks for besides: the LSE in its units, and zeros where it adds up dQ or counts tiles by atomics.
 // Sink       Its gradient is -sum over rows of P_sink * delta: each row's part is left in row_sink for bwd_sum.
 #include "../primitives/work.cuh"
 
@@ -140,6 +140,7 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
 // it uses what the first loads bring before it issues the last.
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 8) bwd_delta(const __grid_constant__ cupyflash::BackwardParams p) {
   constexpr int kRows = cupyflash::Lanes<Config>::kRows;
+  if (p.next_tile && blockIdx.x == 0 && threadIdx.x == 0) *p.next_tile = 0;
   const cupyflash::HeadRows block(p.forward, kRows * Config::kWarps);
   const int row = block.row + threadIdx.x / 32 * kRows;
   if (row < (p.forward.seqlen_q + 15) / 16 * 16) cupyflash::rows_delta<Config>(p, block.b, block.h, row);
