@@ -295,6 +295,10 @@ FORWARD = (
 )
 
 
+def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str) -> Row:
+    return Row(family, _HALF, head_dim, 90, False, config, why, "90a")
+
+
 def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: str, why: str) -> Row:
     """`keys` and `rows` are tiles as in the names of kernels: m64n64s2w4g222b2 of bwd_sm80, m128n32s2w4b2 of bwd_sm80_dq."""
     m, n, stages, warps, grids, blocks = map(int, re.findall(r"\d+", keys))
@@ -305,20 +309,20 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 
 # The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for. A row of
 # bwd_sm80 may launch bwd_sm80_dq, bwd_sm80_dbias and bwd_convert besides. Of one width the first that fits the shared memory: 228 kB an SM
-# (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120).
+# (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120). TFLOP/s as above, without a mask and under a causal one.
 BACKWARD = (
-    Row("bwd_sm90", _HALF, 64, 90, False, BwdSm90Config(128, 128, 2), "not measured", "90a"),
-    Row("bwd_sm90", _HALF, 128, 90, False, BwdSm90Config(64, 128, 2), "not measured", "90a"),
-    Row("bwd_sm90_wide", _HALF, 192, 90, False, BwdSm90Config(64, 64, 3), "not measured; 226 kB", "90a"),
-    Row("bwd_sm90_wide", _HALF, 256, 90, False, BwdSm90Config(64, 64, 2), "not measured; 226 kB", "90a"),
+    # Their spills are where a key is computed again.
+    _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "506 and 505; at S = 1024 384 and 290; cuDNN 452, 424, 355 and 249; spills"),
+    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "526 and 522; at S = 1024 390 and 301; cuDNN 565, 536, 427 and 311; spills"),
+    _bwd_sm90("bwd_sm90_wide", 192, BwdSm90Config(64, 64, 3), "513 and 509; FA2 255 and 269; 226 kB"),
+    _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "436 and 398; at S = 1024 312 and 236; cuDNN 373, 412, 303 and 259; 226 kB"),
     _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),
-    _bwd_sm80(64, 90, False, "m64n64s2w4g222b3", "m128n32s2w4b2", "not measured"),
+    _bwd_sm80(64, 90, False, "m64n64s2w4g222b3", "m128n32s2w4b2", "298 and 288; 290 and 281 for two blocks an SM; FA2 288 and 276"),
     _bwd_sm80(64, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
     _bwd_sm80(96, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured; spills 16 bytes, on Blackwell up to 28 bytes"),
-    _bwd_sm80(128, 90, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured; on Blackwell dq alone spills up to 40 bytes"),
-    _bwd_sm80(128, 80, False, "m64n128s2w8g242b1", "m128n32s2w4b2", "not measured; 165 kB"),
+    _bwd_sm80(128, 80, False, "m64n128s2w8g242b1", "m128n32s2w4b2", "330 and 314; 309 and 312 for 64x64 with 4 warps; FA2 307 and 315; 165 kB"),
     _bwd_sm80(192, 80, False, "m64n64s2w8g242b1", "m128n32s2w8b1", "not measured; 165 kB"),
-    _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB; on Blackwell it spills up to 24 bytes"),
+    _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "250 and 254; 234 for another grid of warps; FA2 263 and 259; 214 kB; on Blackwell it spills up to 24 bytes"),
     _bwd_sm80(64, 80, True, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
     _bwd_sm80(128, 90, True, "m64n64s2w4g222b2", "m64n64s2w4b2", "not measured; a bias alone spills 88 bytes"),
     _bwd_sm80(128, 80, True, "m32n64s2w4g222b2", "m64n64s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),

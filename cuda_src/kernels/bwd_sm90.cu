@@ -4,10 +4,12 @@
 // Algorithm  FlashAttention-3's backward (arXiv 2407.08608, appendix B): a block of keys stays, the blocks of rows pass by. S^T = K Q^T and
 //            dP^T = V dO^T have the keys as rows, so that P^T and dS^T are the left operands of dV and dK where they are, in registers.
 //            Only dS goes through shared memory, for dQ = dS K.
-// Work       A tile is kBlockN keys of one key head: all query heads that read it, one after another, so no sum over them is left. There is a
+// Work       A tile is kBlockN keys of one key head: all query heads that read it, one after another, so no sum over them is left. There is
+// a
 //            block for each SM, which asks for tile after tile: the next keys arrive while the ones before are multiplied and written.
-// Walk       From the last visible row block down to the first, of each query head.
-// Threads    Warpgroup 0 copies: a thread finds and queues the tiles, a warp fetches LSE and delta. The other two have 64 keys each of S, dP, dK and
+// Walk       Row blocks upwards from the first that sees a key, of each query head.
+// Threads    Warpgroup 0 copies: a thread finds and queues the tiles, a warp fetches LSE and delta. The other two have 64 keys each of S,
+// dP, dK and
 //            dV; of dQ each has half: of the columns, or of the rows where a block has 128.
 // Smem       K and V twice; kStages tiles of Q and of dO with their vectors; dS twice, so that one barrier a row block is enough.
 // dQ         Added to dq_sum by atomics, in no fixed order; bwd_convert makes dQ of it.
@@ -34,32 +36,6 @@ struct Smem {
   alignas(8) unsigned long long keys_full[2], keys_empty[2];
   unsigned long long q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
   int tile[2];  // whose keys these are; -1: there are no more
-};
-
-// The tiles of all blocks. Key blocks of the heads of a section come in the order of their length, falling in the last section, which so ends
-// with short ones, rising in the one before it, and so on: from a simulation the largest load is 1.00-1.05 times the mean under a causal mask,
-// 1.03-1.07 where each head falls.
-template <class C>
-struct KeyTiles {
-  int key_blocks, heads, section;
-
-  __device__ explicit KeyTiles(const ForwardParams& f) {
-    key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
-    heads = f.batch * f.num_heads_kv;
-    // Heads whose Q, dO and sums of dQ share the L2 (32 MB of it) make a section.
-    const float head_bytes = 2.0f * f.seqlen_q * (3 * f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
-    section = C::kCausal ? static_cast<int>(fmaxf(1.0f, fminf(heads, 33554432.0f / head_bytes))) : 1;
-  }
-
-  __device__ long long count() const { return static_cast<long long>(key_blocks) * heads; }
-
-  __device__ KeyWork<C> work(const ForwardParams& f, int tile) const {
-    const int n = tile / (section * key_blocks), inside = tile % (section * key_blocks);
-    const int wide = min(section, heads - n * section);
-    int key_block = inside / wide;
-    if ((heads - 1) / section % 2 != n % 2) key_block = key_blocks - 1 - key_block;
-    return KeyWork<C>(f, n * section + inside % wide, key_block);
-  }
 };
 
 // Scope: the warpgroup that copies.

@@ -31,7 +31,8 @@ struct Smem {
   float4 weights[C::kBlockM / 8][128];      // P^T as the threads hold it: of each 8 query rows, a thread's four elements
   alignas(16) float reference[C::kStages][C::kBlockM];
   float delta[C::kStages][C::kBlockM];
-  alignas(8) unsigned long long keys_full[1], keys_empty[1], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
+  alignas(8) unsigned long long keys_full[1], keys_empty[1], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages],
+      dout_empty[C::kStages];
 };
 
 enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored };  // named barriers
@@ -208,8 +209,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
 
 template <class C>
 __device__ inline KeyWork<C> key_work(const ForwardParams& f) {
-  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
-  return KeyWork<C>(f, blockIdx.x / key_blocks, blockIdx.x % key_blocks);
+  return KeyTiles<C>(f).work(f, blockIdx.x);
 }
 
 template <class C>

@@ -12,22 +12,49 @@ struct TensorMaps {
   TensorMap q, k, v, dout;  // 4-D: column, row, head, batch
 };
 
-// The row blocks that pass by a block of keys: of each query head that reads it, from the last to the first.
+// The row blocks that pass by a block of keys: of each query head that reads it, from the first that sees it on. (Starts spread over all
+// rows, so that blocks do not add to the same sums of dQ at a time, made no difference: 0.5 % slower.)
 template <class C>
 struct RowBlocks {
   int h, i, left;
   __device__ RowBlocks(const ForwardParams& f, const KeyWork<C>& w) {
     const int group = f.num_heads_q / f.num_heads_kv;
     h = w.h_kv * group;
-    i = w.row_last - 1;
+    i = w.row_first;
     left = group * (w.row_last - w.row_first);
   }
   __device__ void next(const KeyWork<C>& w) {
     --left;
-    if (--i < w.row_first) {
-      i = w.row_last - 1;
+    if (++i == w.row_last) {
+      i = w.row_first;
       ++h;
     }
+  }
+};
+
+// The order of the tiles: blocks of keys of a head. Those of the heads of a section come in the order of their length, falling in the last
+// section, which so ends with short ones, rising in the one before it, and so on: from a simulation the largest load is 1.00-1.05 times the
+// mean under a causal mask, 1.03-1.07 where each head falls.
+template <class C>
+struct KeyTiles {
+  int key_blocks, heads, section;
+
+  __device__ explicit KeyTiles(const ForwardParams& f) {
+    key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
+    heads = f.batch * f.num_heads_kv;
+    // Heads whose Q, dO and sums of dQ share the L2 (32 MB of it) make a section.
+    const float head_bytes = 2.0f * f.seqlen_q * (3 * f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
+    section = C::kCausal ? static_cast<int>(fmaxf(1.0f, fminf(heads, 33554432.0f / head_bytes))) : 1;
+  }
+
+  __device__ long long count() const { return static_cast<long long>(key_blocks) * heads; }
+
+  __device__ KeyWork<C> work(const ForwardParams& f, int tile) const {
+    const int n = tile / (section * key_blocks), inside = tile % (section * key_blocks);
+    const int wide = min(section, heads - n * section);
+    int key_block = inside / wide;
+    if ((heads - 1) / section % 2 != n % 2) key_block = key_blocks - 1 - key_block;
+    return KeyWork<C>(f, n * section + inside % wide, key_block);
   }
 };
 
