@@ -50,7 +50,7 @@ def cases(row: Row) -> Iterator[Case]:
     for arch, device in KNOWN.items():
         for dtype in row.dtypes:
             for chosen in (("causal",) if row.causal else (), flags):
-                variant = Variant(row.family, dtype, row.head_dim, row.head_dim, chosen, row.config)
+                variant = Variant(row.family, dtype, *row.head_dims, chosen, row.config)
                 half = dtype in ("float16", "bfloat16")
                 runs = device.capability >= row.capability and row.arch in (None, arch)
                 if runs and variant.smem_bytes <= device.smem_bytes and (half or arch == "90a"):

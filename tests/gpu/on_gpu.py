@@ -157,7 +157,7 @@ def only(*rows: variants.Row) -> Iterator[None]:
 def fits(row: variants.Row) -> bool:
     """Whether this GPU can run the row."""
     spec = device.query(0)
-    widest = variants.Variant(row.family, row.dtypes[0], row.head_dim, row.head_dim, (), row.config)
+    widest = variants.Variant(row.family, row.dtypes[0], *row.head_dims, (), row.config)
     return spec.capability >= row.capability and spec.smem_bytes >= widest.smem_bytes
 
 

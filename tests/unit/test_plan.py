@@ -96,7 +96,11 @@ def test_rows_for_short_calls_and_for_causal_ones() -> None:
 
     assert tile(seqlen_k=1024) == "m128n96s3q2"
     assert tile(seqlen_k=1025) == "m192n64s3q2p"
-    assert tile(seqlen_k=1025, window_right=0) == tile(seqlen_k=1025, window_left=9) == "m192n64s3q2"
+    assert tile(seqlen_k=1025, window_right=0) == tile(seqlen_k=1025, window_left=9) == "m192n64s4q2"
+    assert tile(seqlen_k=4096, window_right=0) == tile(seqlen_k=4096, window_left=9) == "m192n80s2q2"
+    assert tile(seqlen_k=4096, window_left=2000, window_right=0) == "m192n64s4q2"  # no row sees more than 2001 keys
+    assert tile(seqlen_k=4096, head_dim=192, head_dim_v=192) == "m128n64s2q1o"
+    assert tile(seqlen_k=4096, head_dim=192, head_dim_v=128) == tile(seqlen_k=4096, head_dim=136, head_dim_v=72) == "m128n96s2q1o"
 
 
 def test_a_window_a_sink_and_used_lengths_stay_in_the_fast_rows_of_sm_90() -> None:
