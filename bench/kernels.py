@@ -82,7 +82,7 @@ def candidates(arch: str, dtypes: tuple[str, ...], head_dim: int | None = None) 
     for row in variants.FORWARD:
         flags = ALL_OPTIONS if row.options else ()
         for dtype in (dtype for dtype in dtypes if dtype in row.dtypes):
-            variant = variants.Variant(row.family, dtype, row.head_dim, row.head_dim, flags, row.config)
+            variant = variants.Variant(row.family, dtype, *row.head_dims, flags, row.config)
             runs = spec.capability >= row.capability and getattr(row, "arch", None) in (None, arch)
             if runs and (head_dim or 0) <= row.head_dim and variant.smem_bytes <= spec.smem_bytes:
                 found.append((variant, row.why))

@@ -199,7 +199,9 @@ def _check_head_dims(p: AttentionProblem) -> None:
 def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> tuple[Variant, Row]:
     too_big = ""
     for row in table:
-        if p.dtype not in row.dtypes or max(p.head_dim, p.head_dim_v) > row.head_dim or device.capability < row.capability:
+        if p.dtype not in row.dtypes or device.capability < row.capability:
+            continue
+        if p.head_dim > row.head_dims[0] or p.head_dim_v > row.head_dims[1]:
             continue
         if row.arch not in (None, device.arch) or (row.arch and not p.tensor_maps):
             continue
@@ -208,7 +210,7 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
             continue
         if row.causal not in (None, "causal" in variant.flags or "local" in variant.flags):
             continue
-        if row.longest is not None and p.seqlen_k > row.longest:
+        if row.longest is not None and _most_keys(p) > row.longest:
             continue
         if isinstance(row.config, BwdSm90Config) and not row.config.serves(variant.head_dim, variant.head_dim_v):
             continue
@@ -220,6 +222,13 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
         f"no kernel for {p.dtype} with head_dim {p.head_dim} and head_dim_v {p.head_dim_v} on sm_{device.arch}{too_big}",
         (f"architectures served: {', '.join(f'sm_{arch}' for arch in KNOWN)}",),
     )
+
+
+def _most_keys(p: AttentionProblem) -> int:
+    """How many keys a row sees at most."""
+    if p.window_left is None or p.window_right is None:
+        return p.seqlen_k
+    return min(p.seqlen_k, p.window_left + 1 + p.window_right)
 
 
 def _variant(p: AttentionProblem, row: Row) -> Variant:

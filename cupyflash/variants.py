@@ -228,7 +228,7 @@ PLAIN = {
 
 
 class Row(NamedTuple):
-    """One line of a table. It fits a problem whose head dims are at most `head_dim`, on a device of `capability` or newer that has the
+    """One line of a table. It fits a problem whose head dims are at most `head_dims`, on a device of `capability` or newer that has the
     shared memory; only with `options` does it serve flags beyond its family's PLAIN."""
 
     family: str
@@ -240,8 +240,14 @@ class Row(NamedTuple):
     why: str
     arch: str | None = None  # the only one that has its instructions
     causal: bool | None = None  # only calls under a causal mask or a window, only others, or any
-    longest: int | None = None  # only calls of at most so many keys
+    longest: int | None = None  # only calls of which a row sees at most so many keys
+    narrow_v: int | None = None  # only values of at most so many columns
     dq: BwdRowsConfig | None = None  # of bwd_sm80_dq, for calls whose dq is not added up by atomics
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """The widest it serves: (head_dim, head_dim_v)."""
+        return self.head_dim, self.narrow_v or self.head_dim
 
 
 _HALF = ("float16", "bfloat16")
@@ -252,8 +258,16 @@ def _sm80(head_dim: int, options: bool, block_m: int, block_n: int, warps: int, 
     return Row("fwd_sm80", _HALF, head_dim, 80, options, FwdConfig(block_m, block_n, 2, warps), why)
 
 
-def _sm90(head_dim: int, options: bool, config: Sm90Config, why: str, causal: bool | None = None, longest: int | None = None) -> Row:
-    return Row("fwd_sm90", _HALF, head_dim, 90, options, config, why, "90a", causal, longest)
+def _sm90(
+    head_dim: int,
+    options: bool,
+    config: Sm90Config,
+    why: str,
+    causal: bool | None = None,
+    longest: int | None = None,
+    narrow_v: int | None = None,
+) -> Row:
+    return Row("fwd_sm90", _HALF, head_dim, 90, options, config, why, "90a", causal, longest, narrow_v)
 
 
 # With two tiles of Q; with one of Q, and rows of O in memory of their own. Ping-pong: `turns`.
@@ -265,24 +279,28 @@ def _own_out(block_m: int, block_n: int, stages: int = 2, turns: bool = False) -
     return Sm90Config(block_m, block_n, stages, 1, turns, own_out=True)
 
 
-# TFLOP/s are of an H200 (2026-11-29, bf16, one batch, S = 16384, heads x D = 2048, not causal), all rows of a width and torch's FA2 in one
-# process. Spills are in the prologue and in what is read once a key block.
+# TFLOP/s are of an H200 (2026-11-30, bf16, 16384 tokens, S = 16384 where nothing else is said, heads x D = 2048; those of fwd_sm80 not
+# causal), all rows of a width and the peer in one process. Spills are in the prologue and in what is read once a key block.
 FORWARD = (
-    _sm90(64, False, _own_out(256, 64, 3, turns=True), "585; 573 for 192x128; at S = 1024 508 and 430; cuDNN 449 and 398", causal=False),
-    _sm90(64, False, _own_out(256, 64, 3), "564, against 550 with turns; at S = 1024 390 and 341; cuDNN 442 and 312", causal=True),
-    _sm90(96, False, _two_q(128, 128), "not measured"),
-    _sm90(128, False, _two_q(128, 96, 3), "at S = 1024 583, 560 for 192x80 and 558 for 192x64; cuDNN 518", causal=False, longest=1024),
-    _sm90(128, False, _two_q(192, 64, 3, turns=True), "734; 735 for 192x80; at S = 2048 667 and 658; cuDNN 598 and 552", causal=False),
-    _sm90(128, False, _two_q(192, 64, 3), "684; 666 for 128x128; at S = 1024 434 and 422; cuDNN 514 and 372", causal=True),
-    _sm90(192, False, _own_out(128, 96), "not measured"),
-    _sm90(
-        256,
-        False,
-        _own_out(128, 64),
-        "755; 754 for 128x80 with a block for each tile; at S = 1024 643 and 596; FA3 742 and 624",
-    ),
-    _sm90(128, True, Sm90Config(128, 80, 2), "all options together leave it without spills"),
-    _sm90(256, True, Sm90Config(128, 48, 2), "what all options together leave without spills"),
+    _sm90(64, False, _own_out(256, 64, 3, turns=True), "570; 562 for 192x128; at S = 1024 509 and 433; FA3 535, cuDNN 401", causal=False),
+    _sm90(64, False, _own_out(256, 64, 3), "532; 514 for 192x96; at S = 1024 384 and 319; FA3 511, cuDNN 309", causal=True),
+    _sm90(96, False, _two_q(192, 64, 3, turns=True), "642; 654 for 192x80; at S = 512 431 and 391; FA3 502 and 370", causal=False),
+    _sm90(96, False, _two_q(192, 64, 3), "at S = 1024 375, 344 for 192x80; FA3 346", causal=True, longest=2048),
+    _sm90(96, False, _two_q(192, 80), "595; 577 for 128x128, 565 for 192x64; FA3 495", causal=True),
+    _sm90(128, False, _two_q(128, 96, 3), "at S = 1024 589, 568 for 192x64; FA3 552", causal=False, longest=1024),
+    _sm90(128, False, _two_q(192, 64, 3, turns=True), "725; 726 for 192x80; at S = 2048 673 and 669; FA3 658 and 604", causal=False),
+    _sm90(128, False, _two_q(192, 64, 4), "at S = 1024 440; 433 with three stages, 409 for 192x80; FA3 442", causal=True, longest=2048),
+    _sm90(128, False, _two_q(192, 80), "723; 701 for 192x64; at S = 4096 620 and 613; FA3 696 and 620", causal=True),
+    _sm90(192, False, _own_out(128, 96), "772; 752 for 192x64; at S = 1024 627 and 587; FA3 620 and 484", causal=False, narrow_v=128),
+    _sm90(192, False, _own_out(192, 64), "696; 665 for 128x96; at S = 1024 432 and 402; FA3 626 and 391", causal=True, narrow_v=128),
+    _sm90(192, False, _own_out(128, 64), "739, as all others; at S = 1024 626, 621 for 128x96; FA3 708 and 561", causal=False),
+    _sm90(192, False, _own_out(128, 64), "at S = 2048 545, 537 for 128x96; FA3 532", causal=True, longest=2048),
+    _sm90(192, False, _own_out(128, 80), "688; 675 for 128x64; at S = 4096 621 and 603; FA3 714 and 627", causal=True),
+    _sm90(256, False, _own_out(128, 64), "756; 754 for 128x80; at S = 1024 633; FA3 743 and 613"),
+    # With ALiBi under a causal mask at 16k, and with a bias at S = 4096.
+    _sm90(64, True, _own_out(192, 64, 3), "367 and 102; 331 and 61 for 128x80; all options together leave it without spills"),
+    _sm90(128, True, _two_q(128, 96), "540 and 126; 519 and 116 for 128x80; all options together leave it without spills"),
+    _sm90(256, True, _own_out(128, 48), "603 and 236; 506 and 241 for 128x32; a bias alone spills 92 bytes, all options together none"),
     _sm80(32, False, 128, 64, 4, "242, against 237 for 128x128; FA2 222"),
     _sm80(64, False, 128, 128, 4, "342, and 349 causal where 128x96 has 334, in spite of 16 to 24 bytes of spills (sm_100: 72); FA2 308"),
     _sm80(96, False, 128, 48, 4, "343, against 314 for 128x64 and 313 for 128x96; FA2 338"),
@@ -320,9 +338,11 @@ BACKWARD = (
     _bwd_sm80(64, 90, False, "m64n64s2w4g222b3", "m128n32s2w4b2", "298 and 288; 290 and 281 for two blocks an SM; FA2 288 and 276"),
     _bwd_sm80(64, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
     _bwd_sm80(96, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured; spills 16 bytes, on Blackwell up to 28 bytes"),
-    _bwd_sm80(128, 80, False, "m64n128s2w8g242b1", "m128n32s2w4b2", "330 and 314; 309 and 312 for 64x64 with 4 warps; FA2 307 and 315; 165 kB"),
+    _bwd_sm80(128, 80, False, "m64n128s2w8g242b1", "m128n32s2w4b2", "330 and 314; 309 and 312 for 64x64; FA2 307 and 315; 165 kB"),
     _bwd_sm80(192, 80, False, "m64n64s2w8g242b1", "m128n32s2w8b1", "not measured; 165 kB"),
-    _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "250 and 254; 234 for another grid of warps; FA2 263 and 259; 214 kB; on Blackwell it spills up to 24 bytes"),
+    _bwd_sm80(
+        256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "250, FA2 263; 214 kB; on Blackwell it spills up to 24 bytes"
+    ),
     _bwd_sm80(64, 80, True, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
     _bwd_sm80(128, 90, True, "m64n64s2w4g222b2", "m64n64s2w4b2", "not measured; a bias alone spills 88 bytes"),
     _bwd_sm80(128, 80, True, "m32n64s2w4g222b2", "m64n64s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),

@@ -27,10 +27,11 @@ SPILLS = {
     (128, "m128n64s2w4", False): 48,
     (192, "m128n32s2w4", False): 84,
     (96, "m64n64s2w4g222b2", False): 16,
+    (64, "m128n128s2", False): 48,
+    (128, "m64n128s2", False): 32,
 }
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,
-    (128, "m64n64s2w4g222b2", False): 40,
     (256, "m64n64s2w8g222b1", False): 24,
     (256, "m64n64s2w8g222b1", True): 104,
 }
@@ -60,7 +61,7 @@ def cases(row: Row) -> Iterator[Case]:
     for arch in KNOWN:
         for dtype in row.dtypes:
             for chosen in (*masks, flags):
-                variant = Variant(row.family, dtype, row.head_dim, row.head_dim, chosen, row.config)
+                variant = Variant(row.family, dtype, *row.head_dims, chosen, row.config)
                 wanted = dtype == "bfloat16" or (dtype == "float16" and (row in FORWARD or arch == "80")) or arch == "90a"
                 if wanted and serves(row, variant, arch):
                     yield from (Case(form, arch) for form in forms(variant, row))
@@ -78,7 +79,7 @@ def serves(row: Row, variant: Variant, arch: str) -> bool:
     table = FORWARD if row in FORWARD else BACKWARD
     for other in table[: table.index(row)]:
         takes = other.options or PLAIN[other.family].issuperset(variant.flags)
-        takes = takes and variant.dtype in other.dtypes and other.head_dim >= row.head_dim
+        takes = takes and variant.dtype in other.dtypes and all(a >= b for a, b in zip(other.head_dims, row.head_dims, strict=True))
         if takes and other.arch is None and other.causal is None and runs(other):
             return False
     return runs(row)

@@ -159,7 +159,7 @@ def only(*rows: variants.Row, table: str = "FORWARD") -> Iterator[None]:
 def fits(row: variants.Row) -> bool:
     """Whether this GPU can run the row."""
     spec = device.query(0)
-    widest = variants.Variant(row.family, row.dtypes[0], row.head_dim, row.head_dim, (), row.config)
+    widest = variants.Variant(row.family, row.dtypes[0], *row.head_dims, (), row.config)
     smem_bytes = max(kernel.smem_bytes for kernel in (widest, *plan.companions(widest, row)))
     return spec.capability >= row.capability and row.arch in (None, spec.arch) and spec.smem_bytes >= smem_bytes
 

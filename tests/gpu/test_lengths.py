@@ -34,9 +34,11 @@ def blocks(row: Row) -> tuple[int, int]:
     return getattr(row.config, "block_m", row.config.warps), getattr(row.config, "block_n", 32)
 
 
-def head_dims(row: Row) -> tuple[int, int]:
-    """The full width, and one that the tile pads: odd where the row takes rows of any alignment, else a multiple of 16 bytes."""
-    return row.head_dim, row.head_dim - (3 if row.options and not row.arch else 8)
+def head_dims(row: Row) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(D, Dv): the full width, and one that the tile pads: odd where the row takes rows of any alignment, else a multiple of 16 bytes."""
+    less = 3 if row.options and not row.arch else 8
+    d, dv = row.head_dims
+    return (d, dv), (d - less, dv - less)
 
 
 def options_of(row: Row) -> tuple[dict[str, Any], ...]:
@@ -53,8 +55,8 @@ def kernels(request: pytest.FixtureRequest) -> None:
     for row, dtype in params:
         if fits(row):
             with only(row):
-                for d, options in itertools.product(head_dims(row), options_of(row)):
-                    plain = AttentionProblem(dtype, dtype, 1, PRIME, PRIME, 2, 1, d, d, 1.0, aligned16=d * ITEMSIZE[dtype] % 16 == 0)
+                for (d, dv), options in itertools.product(head_dims(row), options_of(row)):
+                    plain = AttentionProblem(dtype, dtype, 1, PRIME, PRIME, 2, 1, d, dv, 1.0, aligned16=d * ITEMSIZE[dtype] % 16 == 0)
                     left, right = options.get("window_size", (None, 0 if options else None))
                     asked = plain._replace(window_left=left, window_right=right, write_lse=bool(options))
                     found |= {step.variant for step in plan.forward(asked, device.query(0)).steps}
@@ -68,12 +70,13 @@ def test_kf_072_lengths_around_the_blocks_of_each_row(row: Row, dtype: str, rng:
     move = Move("cupy")
     lengths = [sorted({1, block - 1, block, block + 1, PRIME}) for block in blocks(row)]
     with only(row):
-        for n, (d, sq, sk) in enumerate(itertools.product(head_dims(row), *lengths)):
-            q, k, v = (rng.standard_normal((1, s, h, d)).astype(DTYPES[dtype]) for s, h in ((sq, 2), (sk, 1), (sk, 1)))
+        for n, ((d, dv), sq, sk) in enumerate(itertools.product(head_dims(row), *lengths)):
+            shapes = (1, sq, 2, d), (1, sk, 1, d), (1, sk, 1, dv)
+            q, k, v = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
             options = options_of(row)[n % len(options_of(row))]  # 25 pairs: another one at the other width
             if row.causal and sq == 1:  # to a single query no key is in the future: no call for this row
                 continue
-            agrees(move, q, k, v, name=f"D={d} Sq={sq} Sk={sk} {options}", **options)
+            agrees(move, q, k, v, name=f"D={d} Dv={dv} Sq={sq} Sk={sk} {options}", **options)
 
 
 def scores(kind: str, sk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -108,7 +111,7 @@ def test_kf_008_logits_of_every_shape_and_size(row: Row, dtype: str, rng: np.ran
             q, k = np.zeros((1, sq, 2, row.head_dim)), np.zeros((1, PRIME, 1, row.head_dim))
             q[..., 0], q[..., 1] = first * np.resize(signs, sq)[:, None], second
             k[0, :, 0, 0], k[0, :, 0, 1] = key_first, key_second
-            v = rng.standard_normal((1, PRIME, 1, row.head_dim))
+            v = rng.standard_normal((1, PRIME, 1, row.head_dims[1]))
             arrays = (x.astype(DTYPES[dtype]) for x in (q, k, v))
             # The maximum in log2 units is 86562, which float32 knows to 2^-8: the one key's weight is up to 2^(2^-8), and rounded as such.
             one_key = kind in ("late", "early", "jump")
@@ -125,10 +128,10 @@ OUTLIERS = {"float16": 2**-12.1, "bfloat16": 2**-9.1}
 def test_kf_008_outliers_among_rows_and_columns(row: Row, dtype: str, rng: np.random.Generator) -> None:
     """Rows jump at any place, by up to a hundred binary orders and more."""
     needs(row)
-    move, d = Move("cupy"), row.head_dim
+    move, (d, dv) = Move("cupy"), row.head_dims
     with only(row):
         for options in options_of(row):
-            q, k, v = (rng.standard_normal((1, PRIME, h, d)) for h in (2, 1, 1))
+            q, k, v = (rng.standard_normal((1, PRIME, *shape)) for shape in ((2, d), (1, d), (1, dv)))
             for x in (q, k, v):
                 x[:, ::29] *= 5
                 x[..., ::31] *= 3
@@ -144,10 +147,10 @@ def test_kf_008_outliers_among_rows_and_columns(row: Row, dtype: str, rng: np.ra
 def test_results_are_equal_bit_by_bit_from_run_to_run(row: Row, dtype: str, rng: np.random.Generator) -> None:
     """Rows that are computed again among them: blocks finish in any order, and no result may depend on it."""
     needs(row)
-    move, d = Move("cupy"), row.head_dim
+    move, (d, dv) = Move("cupy"), row.head_dims
     with only(row):
         for options in options_of(row):
-            q, k, v = (rng.standard_normal((2, 5 * PRIME, h, d)) for h in (8, 2, 2))
+            q, k, v = (rng.standard_normal((2, 5 * PRIME, *shape)) for shape in ((8, d), (2, d), (2, dv)))
             q[:, ::29] *= 20
             k[:, ::31] *= 20
             q, k, v = move(*(x.astype(DTYPES[dtype]) for x in (q, k, v)))
@@ -161,11 +164,11 @@ def test_results_are_equal_bit_by_bit_from_run_to_run(row: Row, dtype: str, rng:
 def test_kf_007_equal_logits_of_the_largest_size(row: Row, dtype: str, rng: np.random.Generator) -> None:
     """Scores of 2^36 and 2^-36 times less: `s * scale_log2 - max * scale_log2` with one product rounded is off by thousands."""
     needs(row)
-    move, d = Move("cupy"), row.head_dim
+    move, (d, dv) = Move("cupy"), row.head_dims
     with only(row):
         for size, options in itertools.product((2.0**15, 2.0**-15), options_of(row)):
             q = np.full((1, PRIME, 2, d), size)
-            v = rng.standard_normal((1, PRIME, 1, d))
+            v = rng.standard_normal((1, PRIME, 1, dv))
             arrays = (x.astype(DTYPES[dtype]) for x in (q, q[:, :, :1], v))
             agrees(move, *arrays, name=f"{size} {options}", **options)
             agrees(move, *(x.astype(DTYPES[dtype]) for x in (q, -q[:, :, :1], v)), name=f"-{size} {options}", **options)

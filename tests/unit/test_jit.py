@@ -88,7 +88,7 @@ def warm(code: str = WARM, cwd: Path | str = "/", **variables: str | None) -> tu
 def every_variant() -> Iterator[Variant]:
     for row, dtype in itertools.chain.from_iterable(itertools.product([row], row.dtypes) for row in (*FORWARD, *BACKWARD)):
         for flags in ((), ("causal", "lse"), ("alibi", "bias", "mask", "sink", "used")):
-            yield Variant(row.family, dtype, row.head_dim, row.head_dim, flags, row.config)
+            yield Variant(row.family, dtype, *row.head_dims, flags, row.config)
 
 
 def test_kf_109_the_text_includes_nothing(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_our_own_file_comes_first(gpu: FakeGpu) -> None:
 
 def test_the_shared_memory_of_a_tile_is_asked_for(gpu: FakeGpu) -> None:
     row = FORWARD[0]
-    variant = Variant(row.family, "float16", row.head_dim, row.head_dim, (), row.config)
+    variant = Variant(row.family, "float16", *row.head_dims, (), row.config)
     assert gpu.smem == [(jit.load(variant, "80", 0).handle, 8, variant.smem_bytes)]
 
 
