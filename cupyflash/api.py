@@ -231,7 +231,7 @@ def _on_gpu(
     device = query(like.device_id)
     problem, operands = pack_heads(problem, operands)
     schedule = plan.forward(problem, device)
-    numbers, maps = (params.numbers(problem, operands),), launch.maps_of(schedule, operands._asdict())
+    numbers, maps = (params.numbers(problem, operands, schedule.section),), launch.maps_of(schedule, operands._asdict())
     packing = launch.Packing(params.pointers_given(operands, lse_view), numbers, params.FORWARD.size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
     allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)

@@ -24,8 +24,8 @@ FORWARD_FIELDS = (
     *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k")),
     *((name, "d") for name in ("softmax_scale", "softcap")),
     *((name, "i") for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")),
-    *((name, "i") for name in ("window_left", "window_right", "top_left")),
-    *((name, "f") for name in ("softmax_scale_log2", "softcap_log2")),
+    *((name, "i") for name in ("window_left", "window_right", "top_left", "section")),
+    ("softmax_scale_log2", "f"),
 )
 FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
 POINTERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if code == "Q"))  # the first fields; the rest is NUMBERS
@@ -66,9 +66,8 @@ def pointers(views: Sequence[Any], lse: Any) -> list[int]:
     return [0 if view is None else view.ptr for view in (*views, lse)]
 
 
-def numbers(p: AttentionProblem, a: Operands) -> bytes:
-    """All that follows the pointers: the same for every call of the same shapes, strides and options."""
-    softcap = p.softcap or 0.0
+def numbers(p: AttentionProblem, a: Operands, section: int = 1) -> bytes:
+    """All that follows the pointers: the same for every call of the same shapes, strides and options; `section` is the plan's."""
     return _NUMBERS.pack(
         *a.q.strides[:3],
         *a.k.strides[:3],
@@ -81,7 +80,7 @@ def numbers(p: AttentionProblem, a: Operands) -> bytes:
         *_strides(a.seqused_q, 1),
         *_strides(a.seqused_k, 1),
         p.softmax_scale,
-        softcap,
+        p.softcap or 0.0,
         p.batch,
         p.seqlen_q,
         p.seqlen_k,
@@ -92,8 +91,8 @@ def numbers(p: AttentionProblem, a: Operands) -> bytes:
         UNLIMITED if p.window_left is None else p.window_left,
         UNLIMITED if p.window_right is None else p.window_right,
         p.top_left,
+        section,
         p.softmax_scale * _LOG2E,
-        softcap * _LOG2E,
     )
 
 

@@ -296,7 +296,9 @@ FORWARD = (
     _sm90(192, False, _own_out(128, 64), "739, as all others; at S = 1024 626, 621 for 128x96; FA3 708 and 561", causal=False),
     _sm90(192, False, _own_out(128, 64), "at S = 2048 545, 537 for 128x96; FA3 532", causal=True, longest=2048),
     _sm90(192, False, _own_out(128, 80), "688; 675 for 128x64; at S = 4096 621 and 603; FA3 714 and 627", causal=True),
-    _sm90(256, False, _own_out(128, 64), "756; 754 for 128x80; at S = 1024 633; FA3 743 and 613"),
+    _sm90(256, False, _own_out(128, 64), "756; 754 for 128x80; at S = 1024 633; FA3 743 and 613", causal=False),
+    _sm90(256, False, _own_out(128, 64), "at S = 4096 640 and 634; FA3 627", causal=True, longest=8192),
+    _sm90(256, False, Sm90Config(128, 80, 2), "731; 720 for 128x64; FA3 733", causal=True),
     # With ALiBi under a causal mask at 16k, and with a bias at S = 4096.
     _sm90(64, True, _own_out(192, 64, 3), "367 and 102; 331 and 61 for 128x80; all options together leave it without spills"),
     _sm90(128, True, _two_q(128, 96), "540 and 126; 519 and 116 for 128x80; all options together leave it without spills"),
@@ -340,9 +342,7 @@ BACKWARD = (
     _bwd_sm80(96, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured; spills 16 bytes, on Blackwell up to 28 bytes"),
     _bwd_sm80(128, 80, False, "m64n128s2w8g242b1", "m128n32s2w4b2", "330 and 314; 309 and 312 for 64x64; FA2 307 and 315; 165 kB"),
     _bwd_sm80(192, 80, False, "m64n64s2w8g242b1", "m128n32s2w8b1", "not measured; 165 kB"),
-    _bwd_sm80(
-        256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "250, FA2 263; 214 kB; on Blackwell it spills up to 24 bytes"
-    ),
+    _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "250, FA2 263; 214 kB; on Blackwell it spills up to 24 bytes"),
     _bwd_sm80(64, 80, True, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
     _bwd_sm80(128, 90, True, "m64n64s2w4g222b2", "m64n64s2w4b2", "not measured; a bias alone spills 88 bytes"),
     _bwd_sm80(128, 80, True, "m32n64s2w4g222b2", "m64n64s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),

@@ -58,9 +58,7 @@ struct Tiles {
   __device__ explicit Tiles(const ForwardParams& p) {
     row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
     heads = p.batch * p.num_heads_q;
-    // Heads whose K and V share the L2 (32 MB of it) make a section.
-    const float head_bytes = 2.0f * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_heads_kv / p.num_heads_q;
-    section = C::kCausal ? static_cast<int>(fmaxf(1.0f, fminf(heads, 33554432.0f / head_bytes))) : 1;
+    section = p.section;
   }
 
   // The next tile, or -1.
@@ -71,7 +69,8 @@ struct Tiles {
   }
 
   // Row blocks of all heads of a section come in the order of their length: falling in the last section, which so ends with short ones,
-  // rising in the one before it, and so on. Where lengths change steadily, there and back gives each block the same sum of them.
+  // rising in the one before it, and so on. Where lengths change steadily, there and back gives each block the same sum of them; plan.py
+  // chooses a section for which the sums come out about equal.
   __device__ Work<C> work(const ForwardParams& p, int tile) const {
     const int n = tile / (section * row_blocks), inside = tile % (section * row_blocks);
     const int wide = min(section, heads - n * section);
@@ -240,7 +239,8 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
   // Three warpgroups fill each other's gaps, and have no registers for it.
   constexpr bool kAhead = C::kStagesQ > 1 && kConsumers == 2;
   // On the diagonal, where a warp sees 5/8 of a block on average.
-  constexpr bool kLeavesOut = C::kCausal && kFused<C> && !C::kMask && kConsumers == 2;
+  constexpr bool kLeavesOut =
+      C::kCausal && kFused<C> && !C::kMask && kConsumers == 2 && C::kHeadDimV + C::kBlockN <= 320;  // else it spills
   constexpr bool kTogether = C::kPingPong || kAhead;  // all warpgroups multiply all blocks that are copied
   const int warpgroup = uniform(threadIdx.x / 128) - 1;
   const int warp_row = threadIdx.x / 32 * 16 - 64;

@@ -42,9 +42,7 @@ struct KeyTiles {
   __device__ explicit KeyTiles(const ForwardParams& f) {
     key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
     heads = f.batch * f.num_heads_kv;
-    // Heads whose Q, dO and sums of dQ share the L2 (32 MB of it) make a section.
-    const float head_bytes = 2.0f * f.seqlen_q * (3 * f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
-    section = C::kCausal ? static_cast<int>(fmaxf(1.0f, fminf(heads, 33554432.0f / head_bytes))) : 1;
+    section = f.section;
   }
 
   __device__ long long count() const { return static_cast<long long>(key_blocks) * heads; }

@@ -36,7 +36,8 @@ struct ForwardParams {
   int head_dim, head_dim_v;       // the true ones; tiles may be wider
   int window_left, window_right;  // distances from the diagonal, 2^31 - 1: unlimited
   int top_left;                   // the diagonal is j = i, else j = i + used_k - used_q
-  float softmax_scale_log2, softcap_log2;
+  int section;                    // how many heads the order of the tiles takes together (plan.py)
+  float softmax_scale_log2;
 };
 
 // What the kernels of one backward call share. out and lse of `forward` are inputs here; a gradient that is not asked for is null.

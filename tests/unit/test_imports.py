@@ -55,7 +55,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "transformers", "flash_attn", "tensorflo
 INTERFACES = {"torch", "jax", "transformers", "flash_attn"}  # the only modules that may import a framework
 # What else may be imported beyond the standard library; a module that is absent here decides on plain values and imports nothing.
 # Inside functions only: cupy, which costs 300 ms and may be absent, ml_dtypes, which may be absent, and threadpoolctl, which costs 5 ms.
-NUMPY = {"arrays", "environment", "host", "host_backward", "reference"}
+NUMPY = {"arrays", "environment", "host", "host_backward", "plan", "reference"}
 CUPY = {"arrays", "device", "environment", "jit", "launch"}
 ML_DTYPES = {"arrays"}
 THREADPOOLCTL = {"host"}
