@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -106,10 +107,11 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 16) * variant.head_dim * 4 if sums_q else 0,
         "next_tile": 4 if variant.family == "bwd_sm90" else 0,
     }
-    section = 1
-    if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags:  # heads whose Q, dO and sums of dQ share the L2
-        head_bytes = 2 * p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * p.num_heads_q // p.num_heads_kv
-        section = min(p.batch * p.num_heads_kv, max(_SHARED_L2_BYTES // head_bytes, 1))
+    section = (
+        _section_of_keys(p, variant.config, device.num_sms)
+        if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags
+        else 1
+    )
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
     return Plan(steps, kept, section)
 
@@ -118,30 +120,61 @@ _SHARED_L2_BYTES = 32 << 20  # of the 50 MB of an H200
 
 
 def _section(p: AttentionProblem, c: Sm90Config, blocks: int) -> int:
-    """How many heads a causal forward of persistent blocks takes together: at most those whose K and V share the L2, and so that the loads
-    of the blocks come out about equal. Each takes every `blocks`-th tile, there and back, in the order of `Tiles` in fwd_sm90.cu; near one
-    another sizes differ by 3 % (D = 128, S = 1024), and some bring one block 1.8 times the mean."""
-    heads, row_blocks = p.batch * p.num_heads_q, _ceil_div(p.seqlen_q, c.block_m)
-    last = np.minimum((np.arange(row_blocks) + 1) * c.block_m, p.seqlen_q) + (0 if p.top_left else p.seqlen_k - p.seqlen_q)
-    lengths = -(-np.clip(last, 0, p.seqlen_k) // c.block_n) + 1.5  # key blocks, and what a tile costs besides
-    fit = max(_SHARED_L2_BYTES // (2 * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_heads_kv // p.num_heads_q or 1), 1)
+    """How many heads a causal forward of persistent blocks takes together: those whose K and V share the L2, but so that the blocks get
+    equal loads. Each takes every `blocks`-th tile, there and back, in the order of `Tiles` in fwd_sm90.cu: near one another sizes differ by
+    3 % (D = 128, S = 1024), and some bring one block 1.8 times the mean."""
+    heads, head_bytes = p.batch * p.num_heads_q, 2 * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_heads_kv // p.num_heads_q
+    last = (np.arange(_ceil_div(p.seqlen_q, c.block_m)) + 1) * c.block_m + _diagonal(p)
+    keys = -(-np.clip(last, 0, p.seqlen_k) // c.block_n)
 
-    def largest_load(section: int) -> float:
-        tiles = np.concatenate(list(_tiles(lengths, min(heads, max(section, (1 << 17) // row_blocks)), section)))  # enough to know
+    def largest_load(tiles: np.ndarray) -> float:
         turn, place = np.divmod(np.arange(len(tiles)), blocks)
         loads = np.bincount(np.where(turn % 2 == 1, blocks - 1 - place, place), tiles, blocks)
-        return float(loads.max() / loads.mean()) * (1 if section <= fit else 1.03)
+        return float(loads.max() / loads.mean())
 
-    fewest = _ceil_div(heads, min(fit, heads))
-    sizes = {_ceil_div(heads, n) for n in range(fewest, min(heads, fewest + 6) + 1)} | {min(heads, 2 * fit)}
-    return min(sorted(sizes, reverse=True), key=largest_load)
+    return _balanced(keys[::-1], heads, head_bytes, largest_load)
 
 
-def _tiles(lengths: np.ndarray, heads: int, section: int) -> Iterator[np.ndarray]:
-    """The lengths of all tiles in their order, section by section: falling in the last one, rising in the one before it, and so on."""
-    sections = _ceil_div(heads, section)
-    for n in range(sections):
-        yield np.repeat(lengths[:: 1 if (sections - 1 - n) % 2 else -1], min(section, heads - n * section))
+def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, blocks: int) -> int:
+    """The same for the backward, of key heads whose Q, dO and sums of dQ share the L2, one query head of each at a time; a block that is
+    free takes the next tile. Few heads of many query heads each are what needs it: 8 x 8 at S = 4096 took 1.56 times the mean."""
+    first = np.clip(np.arange(_ceil_div(p.seqlen_k, c.block_n)) * c.block_n - _diagonal(p), 0, p.seqlen_q)
+    rows = _ceil_div(p.seqlen_q, c.block_m) - first // c.block_m
+
+    def largest_load(tiles: np.ndarray) -> float:
+        loads = [0.0] * blocks
+        for tile in tiles[: 16 * blocks]:  # after so many the loads are about equal
+            heapq.heapreplace(loads, loads[0] + tile)
+        return max(loads) * blocks / sum(loads)
+
+    head_bytes = 2 * p.seqlen_q * (3 * p.head_dim + p.head_dim_v)
+    return _balanced(rows * (p.num_heads_q // p.num_heads_kv), p.batch * p.num_heads_kv, head_bytes, largest_load)
+
+
+def _diagonal(p: AttentionProblem) -> int:
+    """j - i on the diagonal."""
+    return 0 if p.top_left else p.seqlen_k - p.seqlen_q
+
+
+def _balanced(lengths: np.ndarray, heads: int, head_bytes: int, largest_load: Callable[[np.ndarray], float]) -> int:
+    """The section for which the largest load is the least, if in doubt the largest that shares the L2. `lengths` are those of a head's
+    tiles, falling; the tiles of all heads come section by section, falling in the last one, rising in the one before it, and so on."""
+    if not len(lengths):
+        return 1
+    fit = min(max(_SHARED_L2_BYTES // max(head_bytes, 1), 1), heads)
+    costs = lengths + 1.5  # what a tile takes besides its loop
+    shown = min(heads, max((1 << 17) // len(lengths), 1))  # enough to know
+
+    def load(section: int) -> float:
+        sections = _ceil_div(shown, section)
+        falls = [(sections - 1 - n) % 2 == 0 for n in range(sections)]
+        wide = [min(section, shown - n * section) for n in range(sections)]
+        tiles = np.concatenate([np.repeat(costs if fall else costs[::-1], width) for fall, width in zip(falls, wide, strict=True)])
+        return largest_load(tiles) * (1 if section <= fit else 1.03)
+
+    smaller = {_ceil_div(heads, _ceil_div(heads, fit) + n) for n in range(7)}
+    larger = {min(heads, fit << n) for n in range(1, 4)}
+    return min(sorted(smaller | larger, key=lambda section: (section > fit, -section)), key=load)
 
 
 def _boxes(variant: Variant) -> tuple[tuple[str, int], ...]:
