@@ -190,6 +190,13 @@ def _boxes(variant: Variant) -> tuple[tuple[str, int], ...]:
 _Launch = tuple[Variant, int, str]  # how many blocks, and why
 
 
+def rounding(variant: Variant) -> Variant:
+    """The kernel that makes dq of the sums that a tiled one has added up."""
+    transposed = isinstance(variant.config, BwdSm90Config) and variant.config.transposed
+    flags = tuple(sorted((*variant.flags, "dqt"))) if transposed else variant.flags
+    return variant._replace(family="bwd_convert", flags=flags, config=_BY_WARPS)
+
+
 def companions(variant: Variant, row: Row) -> tuple[Variant, ...]:
     """The other kernels with tiles that a row may launch beside its own: for dq alone, and for the gradient of a bias."""
     c = variant.config
@@ -212,7 +219,7 @@ def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool) -
         adds = sums_q and isinstance(c, BwdConfig)  # the others always do
         launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))
     if sums_q:
-        convert = variant._replace(family="bwd_convert", config=_BY_WARPS)
+        convert = rounding(variant)
         blocks = _grid(convert, heads * _ceil_div(p.seqlen_q, 16 * _BY_WARPS.warps))
         launches.append((convert, blocks, "dq from its sums"))
     if isinstance(c, BwdConfig):

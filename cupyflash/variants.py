@@ -126,6 +126,16 @@ class BwdSm90Config(NamedTuple):
         return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
     @property
+    def key_buffers(self) -> int:
+        """Of K and V: two where they fit, so that the next tile's are there when it begins."""
+        return 1 if self.wide or self.block_m == 80 else 2
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it computes dQ^T, 64 columns a warpgroup: wgmma is 64 high, which 80 rows are not."""
+        return self.block_m == 80
+
+    @property
     def wide(self) -> bool:
         return self.block_n == 64
 
@@ -181,10 +191,9 @@ class Variant(NamedTuple):
             results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
             return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + 2 * _WORK_BYTES) // 1024) * 1024
         if isinstance(c, BwdSm90Config):  # as above; dS twice, P of wide heads, LSE and delta, barriers
-            keys = (1 if c.wide else 2) * c.block_n
-            operands = (keys + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
+            operands = (c.key_buffers * c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             weights = 2 * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
-            rest = c.stages * c.block_m * 2 * 4 + 8 * (4 + 4 * c.stages + 1)
+            rest = c.stages * c.block_m * 2 * 4 + 8 * (2 * c.key_buffers + 4 * c.stages + 1)
             return -(-(operands + weights + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig):
             return 0
@@ -315,8 +324,8 @@ FORWARD = (
 )
 
 
-def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str) -> Row:
-    return Row(family, _HALF, head_dim, 90, False, config, why, "90a")
+def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str, causal: bool | None = None) -> Row:
+    return Row(family, _HALF, head_dim, 90, False, config, why, "90a", causal)
 
 
 def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: str, why: str) -> Row:
@@ -333,7 +342,8 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 BACKWARD = (
     # Their spills are where a key is computed again.
     _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "506 and 505; at S = 1024 384 and 290; cuDNN 452, 424, 355 and 249; spills"),
-    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "526 and 522; at S = 1024 390 and 301; cuDNN 565, 536, 427 and 311; spills"),
+    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(80, 128, 2), "533; 519 for 64x128; at S = 4096 491 and 484; cuDNN 559 and 528; spills", False),
+    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "520; 511 for 80x128; at S = 4096 450 and 413; cuDNN 538 and 449; spills", True),
     _bwd_sm90("bwd_sm90_wide", 192, BwdSm90Config(64, 64, 3), "513 and 509; FA2 255 and 269; 226 kB"),
     _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "436 and 398; at S = 1024 312 and 236; cuDNN 373, 412, 303 and 259; 226 kB"),
     _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),

@@ -6,40 +6,28 @@
 
 namespace cupyflash {
 
-// Scope: warp. Of each four lanes that have a row together, lane t holds words t of four chunks, and then chunk t.
-__device__ inline void transpose_quad(unsigned (&r)[4]) {
-#pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = step == 1 ? 2 * pair : pair, high = low + step;
-      const unsigned other = __shfl_xor_sync(kWarp, upper ? r[low] : r[high], step);
-      r[low] = upper ? other : r[low];
-      r[high] = upper ? r[high] : other;
-    }
-  }
-}
-
-// As store_gradient, but 16 bytes a lane and so 64 of a row: its pairs fill only half a sector of 32 at a time.
+// Scope: warp. 16 rows of sums that lie as tiles of dQ^T: lane l has columns l / 4 and l / 4 + 8 of two rows, and gets two columns of a
+// row.
 template <class C>
-__device__ inline void store_chunks(typename C::Element* g, long long stride, int count, int width, const float (&r)[C::kHeadDim / 8][4],
-                                    float scale) {
-  constexpr int kColumns = C::kHeadDim / 8;
+__device__ inline void read_transposed(float* gHead, int row, float (&r)[C::kHeadDim / 8][4]) {
+  using Sums = QuerySums<C>;
+  float rT[2][C::kHeadDim / 16][4];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 16; ++n) Sums::read(Sums::at_transposed(gHead, row / 8 + half, n), rT[half][n]);
+  }
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int i = 8 * half + lane / 4;
 #pragma unroll
-    for (int n = 0; n < kColumns; n += 4) {
-      unsigned chunk[4] = {};
+    for (int n = 0; n < C::kHeadDim / 16; ++n) {
 #pragma unroll
-      for (int m = 0; m < 4 && n + m < kColumns; ++m) {
-        chunk[m] = pack(r[n + m][2 * half] * scale, r[n + m][2 * half + 1] * scale, typename C::Element{});
+      for (int e = 0; e < 4; ++e) {  // column 2 (l % 4) + e % 2 of tile 2 n + e / 2, of row l / 4
+        const int source = 4 * (2 * (lane % 4) + e % 2) + lane / 8;
+        const float even = __shfl_sync(kWarp, rT[half][n][e / 2 * 2], source), odd = __shfl_sync(kWarp, rT[half][n][e / 2 * 2 + 1], source);
+        r[2 * n + e / 2][2 * half + e % 2] = lane / 4 % 2 ? odd : even;
       }
-      transpose_quad(chunk);
-      const int column = 8 * (n + lane % 4);
-      if (i < count && column < width) global_store_16(g + i * stride + column, chunk);
     }
   }
 }
@@ -48,10 +36,15 @@ template <class C>
 __device__ inline void convert(const BackwardParams& p, int b, int h, int row) {
   const ForwardParams& f = p.forward;
   using Sums = QuerySums<C>;
-  const float* gSum = Sums::at(Sums::of_head(p, b, h), row / 16, 0);
+  float* const gHead = Sums::of_head(p, b, h);
   float rdQ[1][C::kHeadDim / 8][4];
+  if constexpr (Sums::kTransposed) {
+    read_transposed<C>(gHead, row, rdQ[0]);
+  } else {
+    const float* gSum = Sums::at(gHead, row / 16, 0);
 #pragma unroll
-  for (int n = 0; n < C::kHeadDim / 8; ++n) Sums::read(gSum + n * 128, rdQ[0][n]);
+    for (int n = 0; n < C::kHeadDim / 8; ++n) Sums::read(gSum + n * 128, rdQ[0][n]);
+  }
 
   auto* g = static_cast<typename C::Element*>(p.dq) + b * p.dq_stride_batch + h * p.dq_stride_head + row * p.dq_stride_seq;
   const float scale = static_cast<float>(f.softmax_scale);
@@ -59,7 +52,7 @@ __device__ inline void convert(const BackwardParams& p, int b, int h, int row) {
   if constexpr (C::kUnaligned) {
     store_gradient<true, C::kHeadDim, 1, 1>(g, p.dq_stride_seq, count, f.head_dim, rdQ, scale, 0);
   } else {
-    store_chunks<C>(g, p.dq_stride_seq, count, f.head_dim, rdQ[0], scale);
+    store_chunks<C::kHeadDim>(g, p.dq_stride_seq, count, f.head_dim, rdQ[0], scale);
   }
   repair_rows<C, 1>(p, b, h, row, rdQ);
 }

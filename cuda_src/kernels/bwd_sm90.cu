@@ -26,16 +26,16 @@ struct Smem {
   using TileQ = Panels<C::kBlockM, C::kHeadDim>;
   using TileO = Panels<C::kBlockM, C::kHeadDimV>;
   using TileS = Panels<C::kBlockM, C::kBlockN>;
-  alignas(1024) char k[2][TileK::kBytes];
-  alignas(1024) char v[2][TileV::kBytes];
+  alignas(1024) char k[C::kKeyBuffers][TileK::kBytes];
+  alignas(1024) char v[C::kKeyBuffers][TileV::kBytes];
   alignas(1024) char q[C::kStages][TileQ::kBytes];
   alignas(1024) char dout[C::kStages][TileO::kBytes];
   alignas(1024) char ds[2][TileS::kBytes];  // rows are query rows
   alignas(16) float reference[C::kStages][C::kBlockM];
   float delta[C::kStages][C::kBlockM];
-  alignas(8) unsigned long long keys_full[2], keys_empty[2];
+  alignas(8) unsigned long long keys_full[C::kKeyBuffers], keys_empty[C::kKeyBuffers];
   unsigned long long q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
-  int tile[2];  // whose keys these are; -1: there are no more
+  int tile[C::kKeyBuffers];  // whose keys these are; -1: there are no more
 };
 
 // Scope: the warpgroup that copies.
@@ -46,19 +46,20 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
   if (threadIdx.x == 0) {
     int tile = blockIdx.x;
     for (int t = 0;; ++t) {
-      mbarrier_wait(smem_address(&smem.keys_empty[t % 2]), t / 2 % 2 ^ 1);
-      smem.tile[t % 2] = tile < tiles.count() ? tile : -1;
-      if (tile >= tiles.count()) return mbarrier_arrive(smem_address(&smem.keys_full[t % 2]));
+      const int buffer = t % C::kKeyBuffers;
+      mbarrier_wait(smem_address(&smem.keys_empty[buffer]), t / C::kKeyBuffers % 2 ^ 1);
+      smem.tile[buffer] = tile < tiles.count() ? tile : -1;
+      if (tile >= tiles.count()) return mbarrier_arrive(smem_address(&smem.keys_full[buffer]));
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);  // on its way while this one is copied
       const KeyWork<C> w = tiles.work(p.forward, tile);
-      load_keys<C>(maps, smem, w, t % 2);
+      load_keys<C>(maps, smem, w, buffer);
       load_rows<C>(p.forward, maps, smem, w, n);
       tile = next;
     }
   } else if (threadIdx.x / 32 == 1) {
     for (int t = 0;; ++t) {
-      mbarrier_wait(smem_address(&smem.keys_full[t % 2]), t / 2 % 2);
-      const int tile = smem.tile[t % 2];
+      mbarrier_wait(smem_address(&smem.keys_full[t % C::kKeyBuffers]), t / C::kKeyBuffers % 2);
+      const int tile = smem.tile[t % C::kKeyBuffers];
       if (tile < 0) return;
       copy_vectors<C>(p, smem, tiles.work(p.forward, tile), n);
     }
@@ -70,9 +71,10 @@ template <class C>
 __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int keys, int n) {
   using Element = typename C::Element;
   using M = Smem<C>;
-  constexpr bool kByRows = C::kBlockM == 128;  // of dQ each warpgroup has 64 rows, else half of the columns
-  constexpr int kWidthQ = kByRows ? C::kHeadDim : C::kHeadDim / 2;
-  static_assert(C::kBlockN == 128 && (C::kBlockM == 64 || C::kBlockM == 128) && kWidthQ <= 64);
+  // Of dQ each warpgroup has 64 rows, or 64 of 128 columns: as rows of dQ^T where a block's rows are not 64.
+  constexpr bool kByRows = C::kBlockM == 128, kTransposed = QuerySums<C>::kTransposed;
+  constexpr int kWidthQ = kTransposed ? C::kBlockM : kByRows ? C::kHeadDim : 64;
+  static_assert(C::kBlockN == 128 && (kByRows ? C::kHeadDim <= 64 : C::kHeadDim == 128));
   const ForwardParams& f = p.forward;
   const int g = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int key = w.key + 64 * g + 16 * warp;  // the warp's first
@@ -120,18 +122,30 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     named_barrier_sync(1, 256);  // dS of both warpgroups is there, and both have done with the other buffer
     float rdQ[1][kWidthQ / 8][4];
     wgmma_fence();
-    issue_dq<Element, C::kBlockM, C::kBlockN, kWidthQ>(rdQ, sdS + (kByRows ? g * 64 * 128 : 0),
-                                                       sK + (kByRows ? 0 : g * M::TileK::kPanelBytes));
+    if constexpr (kTransposed) {
+      issue_dq_t<Element, C::kBlockM, C::kBlockN>(rdQ, sK + g * M::TileK::kPanelBytes, sdS);
+    } else {
+      issue_dq<Element, C::kBlockM, C::kBlockN, kWidthQ>(rdQ, sdS + (kByRows ? g * 64 * 128 : 0),
+                                                         sK + (kByRows ? 0 : g * M::TileK::kPanelBytes));
+    }
     wgmma_commit();
     issue_pv<Element, C::kBlockM, C::kHeadDim>(rdK, rdS, sQ, 1);
     wgmma_commit();
     wgmma_wait<1>();
     release(smem.dout_empty[stage]);
-    const int first = row + 16 * warp + (kByRows ? 64 * g : 0);
-    if (first < f.seqlen_q) {
-      float* sums = QuerySums<C>::at(QuerySums<C>::of_head(p, w.b, rows.h), first / 16, kByRows ? 0 : 8 * g);
+    float* const head = QuerySums<C>::of_head(p, w.b, rows.h);
+    if constexpr (kTransposed) {
 #pragma unroll
-      for (int c = 0; c < kWidthQ / 8; ++c) QuerySums<C>::add(sums + c * 128, rdQ[0][c]);
+      for (int c = 0; c < kWidthQ / 8; ++c) {
+        if (row + 8 * c < f.seqlen_q) QuerySums<C>::add(QuerySums<C>::at_transposed(head, row / 8 + c, 4 * g + warp), rdQ[0][c]);
+      }
+    } else {
+      const int first = row + 16 * warp + (kByRows ? 64 * g : 0);
+      if (first < f.seqlen_q) {
+        float* sums = QuerySums<C>::at(head, first / 16, kByRows ? 0 : 8 * g);
+#pragma unroll
+        for (int c = 0; c < kWidthQ / 8; ++c) QuerySums<C>::add(sums + c * 128, rdQ[0][c]);
+      }
     }
     wgmma_wait<0>();
     release(smem.q_empty[stage]);
@@ -141,11 +155,11 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
   const int count = f.seqlen_k - key;
   if (p.dk) {
     auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
-    store_gradient<C::kUnaligned, C::kHeadDim, 1, 1>(out, p.dk_stride_seq, count, f.head_dim, rdK, static_cast<float>(f.softmax_scale), 0);
+    store_chunks<C::kHeadDim>(out, p.dk_stride_seq, count, f.head_dim, rdK[0], static_cast<float>(f.softmax_scale));
   }
   if (p.dv) {
     auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
-    store_gradient<C::kUnaligned, C::kHeadDimV, 1, 1>(out, p.dv_stride_seq, count, f.head_dim_v, rdV, 1.0f, 0);
+    store_chunks<C::kHeadDimV>(out, p.dv_stride_seq, count, f.head_dim_v, rdV[0], 1.0f);
   }
   __syncwarp();  // what was written of these keys is overwritten by other lanes
   for (unsigned again = uniform(not_finite(rdK[0]) | not_finite(rdV[0])); again; again &= again - 1) {
@@ -159,8 +173,9 @@ template <class C>
 __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   int n = 0;
   for (int t = 0;; ++t) {
-    mbarrier_wait(smem_address(&smem.keys_full[t % 2]), t / 2 % 2);
-    const int tile = uniform(smem.tile[t % 2]);
+    const int buffer = uniform(t % C::kKeyBuffers);
+    mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
+    const int tile = uniform(smem.tile[buffer]);
     if (tile < 0) return;
     KeyWork<C> w = KeyTiles<C>(p.forward).work(p.forward, tile);
     w.b = uniform(w.b);
@@ -173,13 +188,13 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     w.row_last = uniform(w.row_last);
     w.full_first = uniform(w.full_first);
     w.full_last = uniform(w.full_last);
-    n = multiply<C>(p, smem, w, uniform(t % 2), uniform(n));
+    n = multiply<C>(p, smem, w, buffer, uniform(n));
   }
 }
 
 template <class C>
 __device__ inline void backward(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  begin<C>(maps, smem, 2);
+  begin<C>(maps, smem);
   if (threadIdx.x < 128) {
     registers_give<24>();
     produce<C>(p, maps, smem);

@@ -23,16 +23,16 @@ struct Smem {
   using TileQ = Panels<C::kBlockM, C::kHeadDim>;
   using TileO = Panels<C::kBlockM, C::kHeadDimV>;
   using TileS = Panels<C::kBlockM, C::kBlockN>;
-  alignas(1024) char k[1][TileK::kBytes];
-  alignas(1024) char v[1][TileV::kBytes];
+  alignas(1024) char k[C::kKeyBuffers][TileK::kBytes];
+  alignas(1024) char v[C::kKeyBuffers][TileV::kBytes];
   alignas(1024) char q[C::kStages][TileQ::kBytes];
   alignas(1024) char dout[C::kStages][TileO::kBytes];
   alignas(1024) char ds[2][TileS::kBytes];  // rows are query rows
   float4 weights[C::kBlockM / 8][128];      // P^T as the threads hold it: of each 8 query rows, a thread's four elements
   alignas(16) float reference[C::kStages][C::kBlockM];
   float delta[C::kStages][C::kBlockM];
-  alignas(8) unsigned long long keys_full[1], keys_empty[1], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages],
-      dout_empty[C::kStages];
+  alignas(8) unsigned long long keys_full[C::kKeyBuffers],
+      keys_empty[C::kKeyBuffers], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
 };
 
 enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored };  // named barriers
@@ -134,7 +134,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   if (p.dv) {
     const int key = first_key(w);
     auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
-    store_gradient<C::kUnaligned, C::kHeadDimV, 1, 1>(out, p.dv_stride_seq, f.seqlen_k - key, f.head_dim_v, rdV, 1.0f, 0);
+    store_chunks<C::kHeadDimV>(out, p.dv_stride_seq, f.seqlen_k - key, f.head_dim_v, rdV[0], 1.0f);
   }
   return not_finite(rdV[0]);
 }
@@ -201,8 +201,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   if (p.dk) {
     const int key = first_key(w);
     auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
-    store_gradient<C::kUnaligned, C::kHeadDim, 1, 1>(out, p.dk_stride_seq, f.seqlen_k - key, f.head_dim, rdK,
-                                                     static_cast<float>(f.softmax_scale), 0);
+    store_chunks<C::kHeadDim>(out, p.dk_stride_seq, f.seqlen_k - key, f.head_dim, rdK[0], static_cast<float>(f.softmax_scale));
   }
   return not_finite(rdK[0]);
 }

@@ -56,9 +56,9 @@ struct KeyTiles {
   }
 };
 
-// Scope: block. Before the first use of smem; nobody has arrived at any of its barriers. `keys`: buffers of K and V.
+// Scope: block. Before the first use of smem; nobody has arrived at any of its barriers.
 template <class C, class M>
-__device__ inline void begin(const TensorMaps& maps, M& smem, int keys = 1) {
+__device__ inline void begin(const TensorMaps& maps, M& smem) {
   if (threadIdx.x == 0) {
     prefetch_map(&maps.q);
     prefetch_map(&maps.k);
@@ -66,7 +66,7 @@ __device__ inline void begin(const TensorMaps& maps, M& smem, int keys = 1) {
     prefetch_map(&maps.dout);
   }
   if (threadIdx.x == 128) {
-    for (int n = 0; n < keys; ++n) {
+    for (int n = 0; n < C::kKeyBuffers; ++n) {
       mbarrier_init(smem_address(&smem.keys_full[n]), 1);
       mbarrier_init(smem_address(&smem.keys_empty[n]), 8);  // the warps that multiply
     }

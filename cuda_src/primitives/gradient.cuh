@@ -140,6 +140,43 @@ __device__ inline void repair_rows(const BackwardParams& p, int b, int h, int ro
   }
 }
 
+// Scope: warp. Of each four lanes that have a row together, lane t holds words t of four chunks, and then chunk t.
+__device__ inline void transpose_quad(unsigned (&r)[4]) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int low = step == 1 ? 2 * pair : pair, high = low + step;
+      const unsigned other = __shfl_xor_sync(kWarp, upper ? r[low] : r[high], step);
+      r[low] = upper ? other : r[low];
+      r[high] = upper ? r[high] : other;
+    }
+  }
+}
+
+// As store_gradient of all columns of 16 rows, but 16 bytes a lane and so 64 of a row: its pairs fill only half a sector of 32 at a time.
+template <int kWidth, class T>
+__device__ inline void store_chunks(T* g, long long stride, int count, int width, const float (&r)[kWidth / 8][4], float scale) {
+  constexpr int kColumns = kWidth / 8;
+  const int lane = opaque(threadIdx.x) % 32;  // not to be kept through the loop before
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = 8 * half + lane / 4;
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 4) {
+      unsigned chunk[4] = {};
+#pragma unroll
+      for (int m = 0; m < 4 && n + m < kColumns; ++m) {
+        chunk[m] = pack(r[n + m][2 * half] * scale, r[n + m][2 * half + 1] * scale, T{});
+      }
+      transpose_quad(chunk);
+      const int column = 8 * (n + lane % 4);
+      if (i < count && column < width) global_store_16(g + i * stride + column, chunk);
+    }
+  }
+}
+
 // dQ of a warp's rows, from `row` on, goes to memory; rows that left the range of the tiles are computed again.
 template <class C, int kTiles>
 __device__ inline void finish_rows(const BackwardParams& p, int b, int h, int row, const float (&rdQ)[kTiles][C::kHeadDim / 8][4]) {
@@ -157,7 +194,8 @@ __device__ inline void finish_rows(const BackwardParams& p, int b, int h, int ro
 template <class C>
 struct QuerySums {
   static constexpr int kColumns = C::kHeadDim / 8;
-  static constexpr bool kByFour = C::kArch >= 90;  // a lane's four elements are neighbours; else each of them is, over the lanes
+  static constexpr bool kByFour = C::kArch >= 90;      // a lane's four elements are neighbours; else each of them is, over the lanes
+  static constexpr bool kTransposed = C::kTransposed;  // tiles are of 8 rows x 16 columns, as the lanes hold those of dQ^T
 
   __device__ static float* of_head(const BackwardParams& p, int b, int h) {
     const ForwardParams& f = p.forward;
@@ -166,6 +204,9 @@ struct QuerySums {
   // Scope: warp, as for the rest. From the tile at g to the one that many tiles below and to the right.
   __device__ static float* at(float* g, int row_tile, int column_tile) {
     return g + (static_cast<long long>(row_tile) * kColumns + column_tile) * 128 + threadIdx.x % 32 * (kByFour ? 4 : 1);
+  }
+  __device__ static float* at_transposed(float* g, int row_tile, int column_tile) {
+    return g + (static_cast<long long>(row_tile) * (C::kHeadDim / 16) + column_tile) * 128 + threadIdx.x % 32 * 4;
   }
   __device__ static void add(float* g, const float (&r)[4]) {
     if constexpr (kByFour) {

@@ -27,8 +27,9 @@ SPILLS = {
     (128, "m128n64s2w4", False): 48,
     (192, "m128n32s2w4", False): 84,
     (96, "m64n64s2w4g222b2", False): 16,
-    (64, "m128n128s2", False): 48,
-    (128, "m64n128s2", False): 32,
+    (64, "m128n128s2", False): 64,
+    (128, "m64n128s2", False): 44,
+    (128, "m80n128s2", False): 24,
 }
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,
@@ -89,7 +90,7 @@ def forms(variant: Variant, row: Row) -> Iterator[Variant]:
     """The kernels that a row may launch. Of the tiled backward: with dq and without, its rounding, dq alone, and the gradient of a bias."""
     yield variant
     if isinstance(row.config, BwdConfig | BwdSm90Config):
-        yield variant._replace(family="bwd_convert", config=BACKWARD[-1].config)
+        yield plan.rounding(variant)
     if isinstance(row.config, BwdConfig):
         yield variant._replace(flags=tuple(sorted((*variant.flags, "dq"))))
         dq, dbias = plan.companions(variant, row)

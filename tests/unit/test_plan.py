@@ -248,7 +248,10 @@ def test_a_tiled_backward_adds_dq_up_or_computes_it_apart() -> None:
     reference = (*vectors, ("row_reference", 4 * rows))
     sums = (*reference, ("dq_sum", 2 * 8 * 1008 * 128 * 4))
     convert = {"bwd_convert_d128__w4": 2 * 8 * 16}
-    assert launched() == (delta | {"bwd_sm90_d128__m64n128s2": 2 * 2 * 8} | convert, (*sums, ("next_tile", 4)))
+    assert launched() == (
+        delta | {"bwd_sm90_d128__m80n128s2": 2 * 2 * 8} | {f"{name}__dqt": n for name, n in convert.items()},
+        (*sums, ("next_tile", 4)),
+    )
     assert launched(tensor_maps=False) == (delta | {f"{keys}__dq": 2 * 2 * 8} | convert, sums)
     assert launched(("q", "k", "v"), {"deterministic": True}) == (delta | dk_dv | alone, reference)
     assert launched(("q",)) == (delta | alone, reference)
