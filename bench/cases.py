@@ -19,17 +19,20 @@ EXTRAS = ("alibi", "bias", "mask", "sink", "seqused")
 
 
 class Inputs(NamedTuple):
-    """The arrays of a case, of whatever library the place where they are has; `options` are the keywords that attention() takes."""
+    """The arrays of a case, of whatever library the place where they are has; `options` are the keywords that attention() takes, `dout`
+    is the gradient of its result for a case of the backward."""
 
     q: Any
     k: Any
     v: Any
     options: dict[str, Any]
+    dout: Any = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and options of one attention. `extras` names the options that are arrays (of EXTRAS); `inputs` makes them."""
+    """Sizes and options of one attention, or with `backward` of its gradients of q, k and v, from what the forward has left. `extras` names
+    the options that are arrays (of EXTRAS); `inputs` makes them."""
 
     batch: int
     seqlen_q: int
@@ -45,11 +48,13 @@ class Case:
     softcap: float | None = None
     extras: tuple[str, ...] = ()
     return_lse: bool = False
+    backward: bool = False
+    deterministic: bool = False  # gradients equal bit by bit in every run
 
     @property
     def mode(self) -> str:
         """One query token against a cache reads K and V once and is limited by bytes; everything else by FLOPs."""
-        return "decode" if self.seqlen_q == 1 else "fwd"
+        return "bwd" if self.backward else "decode" if self.seqlen_q == 1 else "fwd"
 
     def visible_keys(self) -> tuple[Array, Array]:
         """The first key that each query sees, and one past its last: what causal and window leave. `extras` do not count."""
@@ -69,15 +74,18 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """2 D for the score and 2 Dv for the sum, of each visible pair of each query head (softmax itself is not counted)."""
-        return 2 * (self.head_dim + self.head_dim_v) * self.visible_pairs * self.batch * self.num_heads_q
+        """2 D for the score and 2 Dv for the sum, of each visible pair of each query head (softmax itself is not counted). Of a backward
+        2 D for the score again, for dq and for dk, 2 Dv for dP and for dv: 2.5 times as many where D = Dv."""
+        D, Dv = self.head_dim, self.head_dim_v
+        products = 3 * D + 2 * Dv if self.backward else D + Dv
+        return 2 * products * self.visible_pairs * self.batch * self.num_heads_q
 
     @property
     def num_bytes(self) -> int:
-        """q, k, v and out, each once: the least that any implementation moves."""
+        """q, k, v and out, and of a backward their gradients, each once: the least that any implementation moves."""
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
-        return (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
+        return (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype] * (2 if self.backward else 1)
 
     @property
     def num_scores(self) -> int:
@@ -98,13 +106,17 @@ class Case:
             words.append(f"scale {self.softmax_scale:g}")
         if self.softcap is not None:
             words.append(f"softcap {self.softcap:g}")
-        return " ".join((*words, *self.extras))
+        return " ".join((*words, *self.extras, *["deterministic"] * self.deterministic))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k and v."""
         rows_k = (self.batch, self.seqlen_k, self.num_heads_kv)
         return (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim), (*rows_k, self.head_dim), (*rows_k, self.head_dim_v)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v
 
     @property
     def options(self) -> dict[str, Any]:
@@ -114,7 +126,7 @@ class Case:
         return {"causal": self.causal, **given, **({"return_lse": True} if self.return_lse else {})}
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Normal q, k, v and the arrays of `extras` in host memory, the same for the same seed."""
+        """Normal q, k, v and dout and the arrays of `extras` in host memory, the same for the same seed."""
         rng = np.random.default_rng(seed)
         dtype = numpy_dtype(self.dtype)
         B, Sq, Sk, Hq = self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q
@@ -136,7 +148,7 @@ class Case:
         if "seqused" in self.extras:  # all of the first, nothing of the last, something of those between
             options["seqused_q"] = np.linspace(Sq, 0, B).astype(np.int32)
             options["seqused_k"] = np.linspace(Sk, 0, B).astype(np.int32)
-        return Inputs(q, k, v, options)
+        return Inputs(q, k, v, options, normal(*self.out_shape) if self.backward else None)
 
 
 def short(size: int) -> str:

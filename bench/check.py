@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,42 +71,122 @@ def judge(case: Case, inputs: Inputs, out: Array, lse: Array | None = None) -> V
     return Verdict(_worst(out, expected, 1 + np.abs(expected)), LIMITS[case.dtype], lse_error)
 
 
-def spot_check(case: Case, inputs: Inputs, out: Any, place: Place = HOST, rows: int = 32) -> Verdict:
-    """Compare `rows` queries at the start, in the middle and at the end, of the first, a middle and the last head of the first and the
-    last sequence: what a timed call is worth checking for, since float64 over all of it would take longer than the timing.
+class Spot(NamedTuple):
+    """A part of one of a call's results in float64, and what its errors are measured by."""
 
-    Only the slices that are looked at are copied from the place. Of n keys with like weights the result shrinks as 1/sqrt(n), so that
-    an error of LIMITS would be all of it: a row is measured by three times its own size where that is below 1. No `extras`.
+    result: int
+    where: tuple[Any, ...]
+    expected: Array
+    scale: Array
+
+
+class Spots(NamedTuple):
+    """What a timed call is worth checking for, since float64 over all of it would take longer than the timing: some parts of its results
+    when it is called with `inputs`. Only these parts are copied from the place. No `extras`."""
+
+    inputs: Inputs
+    parts: list[Spot]
+    limit: float
+
+
+def spots(case: Case, inputs: Inputs, place: Place = HOST) -> Spots:
+    """The parts of a case's results that are checked: of a few heads of the first and the last sequence."""
+    return _gradient_spots(case, inputs, place) if case.backward else _out_spots(case, inputs, place)
+
+
+def spot_check(case: Case, spots: Spots, results: Sequence[Any], place: Place = HOST) -> Verdict:
+    """Compare results, (out,) or (dq, dk, dv) and whatever follows them, with the spots."""
+    shapes = case.shapes if case.backward else (case.out_shape,)
+    if [tuple(result.shape) for result in results[: len(shapes)]] != list(shapes):
+        return Verdict(math.inf, spots.limit)
+    errors = (_worst(place.fetch(results[part.result][part.where]), part.expected, part.scale) for part in spots.parts)
+    return Verdict(max(errors, default=0.0), spots.limit)
+
+
+def _out_spots(case: Case, inputs: Inputs, place: Place, rows: int = 32) -> Spots:
+    """`rows` queries at the start, in the middle and at the end, of the first, a middle and the last head.
+
+    Of n keys with like weights the result shrinks as 1/sqrt(n), so that an error of LIMITS would be all of it: a row is measured by three
+    times its own size where that is below 1.
     """
-    if tuple(out.shape) != (*case.shapes[0][:3], case.head_dim_v):
-        return Verdict(math.inf, LIMITS[case.dtype])
     first_key, end_key = case.visible_keys()
     ends = sorted({min(rows, case.seqlen_q), (case.seqlen_q + rows) // 2, case.seqlen_q} - {0})
-    worst = 0.0
+    parts = []
     for b, h, end in itertools.product({0, case.batch - 1}, {0, case.num_heads_q // 2, case.num_heads_q - 1}, ends):
         start, h_kv = max(end - rows, 0), h * case.num_heads_kv // case.num_heads_q
         first, last = first_key[start:end, None], end_key[start:end, None]
         keys = slice(int(first.min()), int(last.max()))
-        q, actual = (place.fetch(array[b : b + 1, start:end, h : h + 1]) for array in (inputs.q, out))
-        k, v = (place.fetch(array[b : b + 1, keys, h_kv : h_kv + 1]) for array in (inputs.k, inputs.v))
+        q, k, v = (place.fetch(x) for x in (inputs.q[b, start:end, h], inputs.k[b, keys, h_kv], inputs.v[b, keys, h_kv]))
         j = np.arange(keys.start, keys.stop)
-        expected = _formula(case, q[0, :, 0], k[0, :, 0], v[0, :, 0], (first <= j) & (j < last))[None, :, None]
+        expected = _weights(case, q, k, (first <= j) & (j < last))[0] @ v
         size = np.sqrt((expected * expected).mean(axis=-1, keepdims=True))
-        worst = max(worst, _worst(actual, expected, np.clip(3 * size, 1e-9, 1) + np.abs(expected)))
-    return Verdict(worst, LIMITS[case.dtype])
+        parts.append(Spot(0, (b, slice(start, end), h), expected, np.clip(3 * size, 1e-9, 1) + np.abs(expected)))
+    return Spots(inputs, parts, LIMITS[case.dtype])
 
 
-def _formula(case: Case, q: Array, k: Array, v: Array, visible: Array) -> Array:
-    """softmax(scale q kᵀ) v of one head in float64: the reference gathers keys row by row, too slow for rows of 64k of them."""
+def _gradient_spots(case: Case, inputs: Inputs, place: Place, rows: int = 128) -> Spots:
+    """About `rows` queries evenly spread, of all query heads of the first, a middle and the last key head; and all keys of these heads.
+
+    Every query adds to the gradients of its keys, so that float64 over few of them is no check of dk and dv. The call that is checked
+    is given a dout of zeros but for these queries: then no other adds to anything.
+
+    A gradient may be all but 0 where its terms are not, and rounding is of the terms: a row is measured by three times their size. dP and
+    delta cancel, too: dS is measured by P (|dP| + |delta|). A float16 below the smallest normal number has errors as large as that one.
+    As in the tests, gradients have twice the limit of out.
+    """
+    group = case.num_heads_q // case.num_heads_kv
+    step = -(-case.seqlen_q // max(8, min(rows // group, (1 << 22) // case.seqlen_k))) | 1  # odd: not the same row of every tile
+    chosen = slice((case.seqlen_q - 1) % step, case.seqlen_q, step)
+    first, end = (bound[chosen, None] for bound in case.visible_keys())
+    j = np.arange(case.seqlen_k)
+    visible = (first <= j) & (j < end)
+    tiny = 2.0**-14 if case.dtype == "float16" else 0.0
+
+    def spot(result: int, where: tuple[Any, ...], expected: Array, squares: Array) -> Spot:
+        size = np.maximum(3 * np.sqrt(squares), max(tiny, 1e-9))[:, None]
+        return Spot(result, where, expected, size + np.abs(expected))
+
+    parts = []
+    for b, h_kv in itertools.product({0, case.batch - 1}, {0, case.num_heads_kv // 2, case.num_heads_kv - 1}):
+        k, v = (place.fetch(x[b, :, h_kv]) for x in (inputs.k, inputs.v))
+        of_keys: list[Any] = [0, 0, 0, 0]
+        for h in range(h_kv * group, (h_kv + 1) * group):
+            q, dout = (place.fetch(x[b, chosen, h]) for x in (inputs.q, inputs.dout))
+            (dq, *sums), (square, *squares) = _gradients(case, q, k, v, dout, visible, tiny)
+            parts.append(spot(0, (b, chosen, h), dq, square))
+            of_keys = [so_far + more for so_far, more in zip(of_keys, (*sums, *squares), strict=True)]
+        dk, dv, squares_k, squares_v = of_keys
+        parts += [spot(1, (b, slice(None), h_kv), dk, squares_k), spot(2, (b, slice(None), h_kv), dv, squares_v)]
+    return Spots(inputs._replace(dout=place.keep_rows(inputs.dout, chosen)), parts, 2 * LIMITS[case.dtype])
+
+
+def _weights(case: Case, q: Array, k: Array, visible: Array) -> tuple[Array, Array]:
+    """softmax(scale q kᵀ) of one head in float64, and what the soft cap leaves of a change of a score: the reference gathers keys row by
+    row, too slow for rows of 64k of them."""
     scores = q @ k.T * (case.softmax_scale or case.head_dim**-0.5)
+    slope = np.ones(())
     if case.softcap is not None:
-        scores = case.softcap * np.tanh(scores / case.softcap)
+        capped = np.tanh(scores / case.softcap)
+        scores, slope = case.softcap * capped, 1 - capped * capped
     scores = np.where(visible, scores, -np.inf)
     row_max = scores.max(axis=1, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isfinite(row_max), row_max, 0))
     row_sum = weights.sum(axis=1, keepdims=True)
-    out: Array = weights @ v / np.where(row_sum == 0, 1, row_sum)
-    return out
+    return weights / np.where(row_sum == 0, 1, row_sum), slope
+
+
+def _gradients(
+    case: Case, q: Array, k: Array, v: Array, dout: Array, visible: Array, tiny: float
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
+    """(dq, dk, dv) of one head in float64, and for each row the mean square of what its terms would add up to if they were independent."""
+    scale = case.softmax_scale or case.head_dim**-0.5
+    P, slope = _weights(case, q, k, visible)
+    dP, delta = dout @ v.T, (dout * (P @ v)).sum(axis=1, keepdims=True)
+    dS = scale * slope * P * (dP - delta)
+    size_S, size_P = (np.where(visible, np.maximum(x, tiny), 0) for x in (slope * P * (np.abs(dP) + np.abs(delta)), P))
+    squares_S, squares_P = (scale * size_S) ** 2, size_P**2
+    q2, k2, dout2 = ((x * x).mean(axis=1) for x in (q, k, dout))
+    return (dS @ k, dS.T @ q, P.T @ dout), (squares_S @ k2, squares_S.T @ q2, squares_P.T @ dout2)
 
 
 def poisoned(case: Case, inputs: Inputs) -> Inputs:

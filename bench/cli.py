@@ -235,8 +235,8 @@ SIZES = "SIZES are lists: 512, 4k, 1k,4k or 512:16k:x2 (each twice the last). Ev
 
 
 def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
-    """What `fwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something for
-    tuning, and its own defaults of what it has without, too."""
+    """What `fwd`, `bwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something
+    for tuning, and its own defaults of what it has without, too."""
     names = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
     options = (
         click.option("--batch", callback=as_sizes, default="1", show_default=True, metavar="SIZES", help="Sequences."),
@@ -262,7 +262,7 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
             metavar="DIR",
             help="A folder of packages with peers, .pth files and all.",
         ),
-        click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, ..."),
+        click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, bwd_sm80, ..."),
         *(() if tuning else HOW_OPTIONS),
         click.option("--cold/--warm", default=True, show_default=True, help="Inputs out of the GPU's L2 cache, or left in it."),
         click.option("--rounds", type=click.IntRange(min=1), default=MIN_ROUNDS, show_default=True, help="At least as many a peer."),
@@ -288,15 +288,30 @@ def fwd(**options: Any) -> int:
     return time_cases(**options)
 
 
+deterministic_option = click.option("--deterministic", is_flag=True, help="Gradients equal bit by bit in every run.")
+
+
 @main.command(epilog=SIZES)
+@timing_options(f"{OURS},standard")
+@deterministic_option
+def bwd(deterministic: bool, **options: Any) -> int:
+    """Time the backward pass of your own shapes: dq, dk and dv, from what the forward has left."""
+    return time_cases(backward=True, deterministic=deterministic, **options)
+
+
+@main.command(epilog=SIZES)
+@click.option("--mode", type=click.Choice(["fwd", "bwd"]), default="fwd", show_default=True, help="The forward pass, or the backward.")
 @timing_options("all")
-def compare(**options: Any) -> int:
+@deterministic_option
+def compare(mode: str, deterministic: bool, **options: Any) -> int:
     """Time every implementation found here, side by side in one process.
 
     Each result is compared with float64 first; a wrong one is not timed. Peers that are not installed are looked for in the folders of
     --site, as `pip install --target DIR` makes them.
     """
-    return time_cases(**options)
+    if deterministic and mode != "bwd":
+        raise click.BadParameter("it is for --mode bwd: results of the forward always are", param_hint="'--deterministic'")
+    return time_cases(backward=mode == "bwd", deterministic=deterministic, **options)
 
 
 def time_cases(
@@ -310,9 +325,10 @@ def time_cases(
     cold: bool,
     rounds: int,
     min_time: float,
+    backward: bool = False,
     **shapes: Any,
 ) -> int:
-    """What fwd and compare do."""
+    """What fwd, bwd and compare do."""
     place = open_place(device)
     chosen = contestants.peers_at(place.name, peers)
     if list_peers:
@@ -322,18 +338,18 @@ def time_cases(
         raise click.BadParameter(f"none of {', '.join(peers or ())} computes on the {place.name}", param_hint="'--peers'")
     if timer is not None and timer not in place.timers:
         raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
-    check_family(family, place)
-    cases = as_cases(place, **shapes)
+    check_family(family, place, "BACKWARD" if backward else "FORWARD")
+    cases = as_cases(place, backward=backward, **shapes)
     with ExitStack() as stack:
         report = open_report(json_file, stack, peers=contestants.versions(chosen), family=family)
         stack.enter_context(kernels.only_family(family))
         return exit_code(run_timings(report, cases, chosen, place, timer=timer, cold=cold, min_rounds=rounds, min_s=min_time))
 
 
-def check_family(family: str | None, place: Place) -> None:
-    if family is not None and (place is HOST or family not in kernels.families()):
-        known = ", ".join(kernels.families())
-        raise click.BadParameter(f"{family!r} is no family of GPU kernels here: {known}, on a GPU", param_hint="'--family'")
+def check_family(family: str | None, place: Place, table: str = "FORWARD") -> None:
+    known = kernels.families(table)
+    if family is not None and (place is HOST or family not in known):
+        raise click.BadParameter(f"{family!r} is no family of GPU kernels here: {', '.join(known)}, on a GPU", param_hint="'--family'")
 
 
 def as_cases(
@@ -349,6 +365,8 @@ def as_cases(
     causal: str | None,
     window: tuple[int | None, int | None] | None,
     softcap: float | None,
+    backward: bool = False,
+    deterministic: bool = False,
 ) -> list[Case]:
     """Every combination of the options, the head dims outermost."""
     if heads is not None and heads[0] % heads[1]:
@@ -360,8 +378,9 @@ def as_cases(
         raise click.BadParameter("fewer tokens than one sequence has", param_hint="'--tokens'")
     masks = {"both": (False, True), "yes": (True,)}.get(causal or "no", (False,))
     shapes = [(n // sq if tokens else n, sq, sk) for n in tokens or batch for sq in seqlen for sk in seqlen_k or (sq,)]
+    how: dict[str, Any] = {"window_size": window, "softcap": softcap, "backward": backward, "deterministic": deterministic}
     return [
-        Case(*shape, *(heads or (max(1, 2048 // d),) * 2), d, dv, name, masked, window, None, softcap)
+        Case(*shape, *(heads or (max(1, 2048 // d),) * 2), d, dv, name, masked, **how)
         for d, dv in dim
         for masked in masks
         for shape in shapes
@@ -531,7 +550,7 @@ def run_timings(
             report.timings(one)
             report.advance(1)
             found.append(one)
-    report.explain_columns()
+    report.explain_columns({case.mode for case in cases})
     return found
 
 

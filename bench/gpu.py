@@ -142,10 +142,11 @@ class Gpu(Place):
     # Arrays ---------------------------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, *, cold: bool = True) -> list[Inputs]:
-        """Normal q, k, v: torch tensors where there is torch, else CuPy arrays."""
+        """Normal q, k, v, dout: torch tensors where there is torch, else CuPy arrays."""
         sets = min(MAX_SETS, -(-self.cache_bytes // max(case.num_bytes, 1))) if cold else 1
-        arrays = ([self._normal(shape, case.dtype, 3 * n + i) for i, shape in enumerate(case.shapes)] for n in range(sets))
-        return [Inputs(q, k, v, case.options) for q, k, v in arrays]
+        shapes = (*case.shapes, case.out_shape) if case.backward else case.shapes
+        arrays = ([self._normal(shape, case.dtype, len(shapes) * n + i) for i, shape in enumerate(shapes)] for n in range(sets))
+        return [Inputs(q, k, v, case.options, *dout) for q, k, v, *dout in arrays]
 
     def _normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
         if self.torch is not None:
@@ -162,6 +163,12 @@ class Gpu(Place):
         if self.torch is not None and isinstance(array, self.torch.Tensor):
             return array.to(self.torch.float64).cpu().numpy()
         return self._cupy.asnumpy(_as_bits(array)).view(array.dtype).astype(np.float64)
+
+    def keep_rows(self, array: Any, rows: slice) -> Any:
+        bits = _as_bits(array) if isinstance(array, self._cupy.ndarray) else array
+        kept = bits * 0
+        kept[:, rows] = bits[:, rows]
+        return kept if bits is array else kept.view(array.dtype)
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -247,9 +254,9 @@ class Gpu(Place):
     def _capture(self, work: Call) -> Call:
         """Record the work and return what replays it.
 
-        What the work allocates stays the graph's own: torch's tensors in a pool that lives as long, CuPy's arrays in blocks that the
-        calls before have left and that only results of later calls can take, which nobody reads. Not by torch.cuda.graph: where a
-        capture fails, that leaves torch's allocator unfit for the next one.
+        What the work allocates stays the graph's own: torch's tensors in a pool that lives as long, CuPy's arrays, and what torch's
+        threads of the backward allocate, in blocks that the calls before have left and that only results of later calls can take, which
+        nobody reads. Not by torch.cuda.graph: where a capture fails, that leaves torch's allocator unfit for the next one.
         """
         pool = self.torch.cuda.MemPool() if self.torch is not None else None
         with nullcontext() if pool is None else self.torch.cuda.use_mem_pool(pool):

@@ -1,7 +1,7 @@
 """The library's kernel tables: what each row compiles to, a run with some of the rows only, and the rows that could be there.
 
 The one module here that looks behind the library's public names. What it finds is about kernels, not about calls: a timing, also one under
-`only_rows`, goes through `cupyflash.attention` as a user's call does.
+`only_rows`, goes through `cupyflash.attention` or `attention_backward` as a user's call does.
 """
 
 from __future__ import annotations
@@ -18,42 +18,44 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import cupyflash
-from cupyflash import api, device, environment, jit, plan, variants
+from cupyflash import api, backward, device, environment, jit, plan, variants
 
-ALL_OPTIONS = ("alibi", "bias", "local", "lse", "mask", "sink", "softcap", "used")
+ALL_OPTIONS = ("alibi", "bias", "local", "mask", "sink", "softcap", "used")
 
 
-def families() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row.family for row in variants.FORWARD))
+def families(table: str = "FORWARD") -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.family for row in vars(variants)[table]))
 
 
 @contextmanager
 def only_family(family: str | None) -> Iterator[None]:
-    """Inside, the library plans with the rows of this family alone, to time a kernel where a better one exists; None is no restriction."""
-    with only_rows(tuple(row for row in vars(plan)["FORWARD"] if family in (None, row.family))):
+    """Inside, the library plans with the rows of this family alone, to time a kernel where a better one exists; None is no restriction.
+    The family of a backward leaves the forward as it is."""
+    table = "BACKWARD" if family in families("BACKWARD") else "FORWARD"
+    with only_rows(tuple(row for row in vars(plan)[table] if family in (None, row.family)), table):
         yield
 
 
 @contextmanager
-def only_rows(rows: tuple[Any, ...]) -> Iterator[None]:
+def only_rows(rows: tuple[Any, ...], table: str = "FORWARD") -> Iterator[None]:
     """Inside, these rows are the library's table.
 
     The table is a constant of `plan` and plans are cached, so both are swapped; a public switch would be one more thing that a plan
     depends on. Not for threads that compute meanwhile.
     """
     names = vars(plan)
-    before = names["FORWARD"]
+    before = names[table]
     try:
-        names["FORWARD"] = rows
+        names[table] = rows
         _forget_plans()
         yield
     finally:
-        names["FORWARD"] = before
+        names[table] = before
         _forget_plans()
 
 
 def _forget_plans() -> None:
-    for module in (api, plan):
+    for module in (api, backward, plan):
         for function in vars(module).values():
             if hasattr(function, "cache_clear") and function.__module__ == module.__name__:  # not what it imports: a device stays the same
                 function.cache_clear()
@@ -76,17 +78,32 @@ class Built(NamedTuple):
 
 def candidates(arch: str, dtypes: tuple[str, ...], head_dim: int | None = None) -> list[tuple[Any, str]]:
     """(variant, why) of each row that serves one of the dtypes, the head dim if given, and a device of this arch; at the row's own
-    width, without options, or with all of them where the row is there for options."""
+    width, without options, or with all of them where the row is there for options. Below the first row that may launch another kernel
+    beside its own stands that one."""
     spec = device.KNOWN[arch]
-    found = []
-    for row in variants.FORWARD:
-        flags = ALL_OPTIONS if row.options else ()
+    found: dict[Any, str] = {}
+    for row in (*variants.FORWARD, *variants.BACKWARD):
+        options = (*ALL_OPTIONS, "lse") if row in variants.FORWARD else ALL_OPTIONS
+        flags = tuple(sorted(options)) if row.options else ()
         for dtype in (dtype for dtype in dtypes if dtype in row.dtypes):
             variant = variants.Variant(row.family, dtype, *row.head_dims, flags, row.config)
-            runs = spec.capability >= row.capability and getattr(row, "arch", None) in (None, arch)
-            if runs and (head_dim or 0) <= row.head_dim and variant.smem_bytes <= spec.smem_bytes:
-                found.append((variant, row.why))
-    return found
+            beside = plan.companions(variant, row)
+            runs = spec.capability >= row.capability and row.arch in (None, arch)
+            if runs and _serves(row, head_dim) and max(one.smem_bytes for one in (variant, *beside)) <= spec.smem_bytes:
+                adds = ("dq",) if beside else ()  # what another kernel can do: in most calls this one does it, too
+                found[variant._replace(flags=tuple(sorted((*flags, *adds))))] = row.why
+                for one in beside:
+                    if row.options or one.family != "bwd_sm80_dbias":
+                        found.setdefault(one, _BESIDE[one.family])
+    return list(found.items())
+
+
+_BESIDE = {"bwd_sm80_dq": "of the row above: dq alone, or in one order of additions", "bwd_sm80_dbias": "of the row above: dbias"}
+
+
+def _serves(row: Any, head_dim: int | None) -> bool:
+    serves = getattr(row.config, "serves", None)  # which widths up to the row's, where not all
+    return head_dim is None or (head_dim <= row.head_dim and (serves is None or bool(serves(-(-head_dim // 16) * 16))))
 
 
 def architectures() -> tuple[str, ...]:

@@ -46,7 +46,8 @@ class Peer:
     def bind(self, case: Case, inputs: Inputs) -> Call:
         """A call without arguments that does the attention and nothing else: conversions, copies and warnings come before.
 
-        Its result is out (B, Sq, Hq, Dv), or a tuple that starts with it.
+        Its result is out (B, Sq, Hq, Dv), or a tuple that starts with it. For a case of the backward the forward comes before as well, and
+        the result is a tuple that starts with dq, dk and dv.
         """
         raise NotImplementedError
 
@@ -60,8 +61,11 @@ class CupyFlash(Peer):
         return cupyflash.__version__
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
-        q, k, v, options = inputs
-        return lambda: cupyflash.attention(q, k, v, **options)
+        q, k, v, options, dout = inputs
+        if not case.backward:
+            return lambda: cupyflash.attention(q, k, v, **options)
+        out, lse, _ = cupyflash.attention(q, k, v, return_lse=True, **options)
+        return lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=case.deterministic, **options)
 
 
 class Standard(Peer):
@@ -73,14 +77,17 @@ class Standard(Peer):
         return _formula_cannot(case, max(4, ITEMSIZE[case.dtype]), place)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
-        scale = case.softmax_scale or case.head_dim**-0.5
-        return lambda: standard(inputs.q, inputs.k, inputs.v, scale, causal=case.causal)
+        (q, k, v), scale = inputs[:3], case.softmax_scale or case.head_dim**-0.5
+        if not case.backward:
+            return lambda: standard(q, k, v, scale, causal=case.causal)
+        out = standard(q, k, v, scale, causal=case.causal)
+        return lambda: standard_gradients(inputs.dout, q, k, v, out, scale, causal=case.causal)
 
 
 def _formula_cannot(case: Case, score_bytes: int, place: Place) -> str | None:
     if case.window_size or case.softcap or case.extras:
         return "it has no window, softcap, bias or mask"
-    num_bytes, free = case.num_scores * score_bytes, place.free_bytes()
+    num_bytes, free = case.num_scores * score_bytes * (2 if case.backward else 1), place.free_bytes()  # P and dS
     if free is not None and num_bytes > free // 2:
         return f"its scores take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
     return None
@@ -92,27 +99,59 @@ def standard(q: Array, k: Array, v: Array, scale: float, *, causal: bool) -> Arr
     What makes it strong: no copy of k or v (BLAS reads their strides), grouped heads as more rows of one matmul, the scale on q and the
     division on out (S·D numbers each, not S²), softmax in place.
     """
-    B, Sq, Hq, D = q.shape
-    Sk, Hkv, Dv = k.shape[1], k.shape[2], v.shape[3]
+    weights, row_sum = _weights(q, k, scale, causal)
+    sums: Array = np.matmul(weights, v.astype(weights.dtype, copy=False).transpose(0, 2, 1, 3))
+    sums /= row_sum
+    return _heads(sums, q)
+
+
+def standard_gradients(dout: Array, q: Array, k: Array, v: Array, out: Array, scale: float, *, causal: bool) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in the same way: P is computed again, dP becomes dS in place, and the sum over a row of dS is that of dout * out."""
+    P, row_sum = _weights(q, k, scale, causal)
+    P /= row_sum
+    K, V = (x.astype(P.dtype, copy=False).transpose(0, 2, 1, 3) for x in (k, v))
+    dO = _rows(dout, k, P.dtype)
+    dS = np.matmul(dO, V.swapaxes(-1, -2))
+    dS -= np.einsum("bhsd,bhsd->bhs", dO, _rows(out, k, P.dtype))[..., None]
+    dS *= P
+    factor = P.dtype.type(scale)
+    dq, dk = np.matmul(dS, K) * factor, np.matmul(dS.swapaxes(-1, -2), _rows(q, k, P.dtype)) * factor
+    return _heads(dq, q), _heads(dk, k), _heads(np.matmul(P.swapaxes(-1, -2), dO), v)
+
+
+def _weights(q: Array, k: Array, scale: float, causal: bool) -> tuple[Array, Array]:
+    """exp(S - max S) of all scores (B, Hkv, Hq/Hkv · Sq, Sk), and the sums of its rows: 1 for a row without keys, which is all zeros."""
     dtype = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
-    rows = (q.astype(dtype, copy=False) * dtype.type(scale)).transpose(0, 2, 1, 3).reshape(B, Hkv, -1, D)
-    scores = np.matmul(rows, k.astype(dtype, copy=False).transpose(0, 2, 3, 1))  # (B, Hkv, Hq/Hkv · Sq, Sk)
+    weights: Array = np.matmul(_rows(q, k, dtype) * dtype.type(scale), k.astype(dtype, copy=False).transpose(0, 2, 3, 1))
     if causal:
+        Sq, Sk = q.shape[1], k.shape[1]
         hidden = np.arange(Sk) > np.arange(Sq)[:, None] + (Sk - Sq)
-        np.copyto(scores.reshape(B, Hq, Sq, Sk), -np.inf, where=hidden)
-    row_max = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-    scores -= np.where(np.isfinite(row_max), row_max, 0)  # a row without keys: exp(-inf - 0) = 0, out 0
-    np.exp(scores, out=scores)
-    row_sum = scores.sum(axis=-1, keepdims=True)
-    sums = np.matmul(scores, v.astype(dtype, copy=False).transpose(0, 2, 1, 3))
-    sums /= np.where(row_sum == 0, 1, row_sum)
-    out: Array = sums.reshape(B, Hq, Sq, Dv).transpose(0, 2, 1, 3).astype(q.dtype, copy=False)
-    return out
+        np.copyto(weights.reshape(len(q), q.shape[2], Sq, Sk), -np.inf, where=hidden)
+    row_max = weights.max(axis=-1, keepdims=True, initial=-np.inf)
+    weights -= np.where(np.isfinite(row_max), row_max, 0)
+    np.exp(weights, out=weights)
+    row_sum = weights.sum(axis=-1, keepdims=True)
+    return weights, np.where(row_sum == 0, 1, row_sum)
+
+
+def _rows(x: Array, k: Array, dtype: np.dtype[Any]) -> Array:
+    """(B, S, Hq, D) as (B, Hkv, Hq/Hkv · S, D)."""
+    B, _, _, D = x.shape
+    rows: Array = x.astype(dtype, copy=False).transpose(0, 2, 1, 3).reshape(B, k.shape[2], -1, D)
+    return rows
+
+
+def _heads(rows: Array, like: Array) -> Array:
+    """The way back, to the shape and dtype of q, k or v but with the rows' own D."""
+    B, S, H, _ = like.shape
+    heads: Array = rows.reshape(B, H, S, -1).transpose(0, 2, 1, 3).astype(like.dtype, copy=False)
+    return heads
 
 
 class StandardOnGpu(Peer):
     """The same formula in CuPy, in the inputs' dtype with float32 sums: cuBLAS for the products, a few passes over all scores between.
-    k and v are read where they are; the query heads of a group are made the rows of one matrix, by a copy of q."""
+    k and v are read where they are; the query heads of a group are made the rows of one matrix, by a copy of q. The gradients are made
+    of the same products and of P, which an LSE kept from the forward makes without sums over its rows."""
 
     name = "standard"
 
@@ -127,29 +166,59 @@ class StandardOnGpu(Peer):
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         cp = importlib.import_module("cupy")
-        q, k, v = (x if isinstance(x, cp.ndarray) else cp.from_dlpack(x) for x in inputs[:3])
-        B, Sq, Hq, D = q.shape
-        Sk, Hkv, Dv = k.shape[1], k.shape[2], v.shape[3]
-        rows, scale = Hq // Hkv * Sq, case.softmax_scale or case.head_dim**-0.5
-        hide, row_max, row_sum, weigh, divide = _passes("float64" if case.dtype == "float64" else "float32")
+        q, k, v, *dout = (x if isinstance(x, cp.ndarray) else cp.from_dlpack(x) for x in (*inputs[:3], inputs.dout) if x is not None)
+        Sq, Sk, Hkv = q.shape[1], k.shape[1], k.shape[2]
+        scale = case.softmax_scale or case.head_dim**-0.5
+        hide, row_max, row_sum, weigh, divide, row_dot, differ = _passes("float64" if case.dtype == "float64" else "float32")
+        keys_across, keys, values_across, values = (x.transpose(0, 2, *axes) for x in (k, v) for axes in ((3, 1), (1, 3)))
 
-        def call() -> Any:
-            scores = cp.empty((B, Hkv, rows, Sk), q.dtype)
-            cublas.multiply(q.transpose(0, 2, 1, 3).reshape(B, Hkv, rows, D), k.transpose(0, 2, 3, 1), scores)
+        def rows(x: Any) -> Any:
+            return x.transpose(0, 2, 1, 3).reshape(len(x), Hkv, -1, x.shape[3])
+
+        def heads(x: Any, like: Any) -> Any:
+            return x.reshape(len(x), like.shape[2], like.shape[1], -1).transpose(0, 2, 1, 3)
+
+        def product(a: Any, b: Any) -> Any:
+            out = cp.empty((*a.shape[:3], b.shape[3]), q.dtype)
+            cublas.multiply(a, b, out)
+            return out
+
+        def scores() -> Any:
+            found = product(rows(q), keys_across)
             if case.causal:
-                hide(Sq, Sk, Sk - Sq, scores)
-            weigh(row_max(scores, axis=-1, keepdims=True), scale, scores)
-            out = cp.empty((B, Hkv, rows, Dv), q.dtype)
-            cublas.multiply(scores, v.transpose(0, 2, 1, 3), out)
-            divide(row_sum(scores, axis=-1, keepdims=True), out)
-            return out.reshape(B, Hq, Sq, Dv).transpose(0, 2, 1, 3)
+                hide(Sq, Sk, Sk - Sq, found)
+            return found
 
-        return call
+        def forward() -> Any:
+            weights = scores()
+            weigh(row_max(weights, axis=-1, keepdims=True), scale, weights)
+            out = product(weights, values)
+            divide(row_sum(weights, axis=-1, keepdims=True), out)
+            return heads(out, q)
+
+        if not case.backward:
+            return forward
+        out, found = rows(forward()), scores()
+        level = row_max(found, axis=-1, keepdims=True)  # becomes LSE / scale
+        weigh(level, scale, found)
+        level += cp.log(row_sum(found, axis=-1, keepdims=True)) / scale
+
+        def backward() -> Any:
+            P, dO = scores(), rows(dout[0])
+            weigh(level, scale, P)
+            dS = product(dO, values_across)
+            differ(P, row_dot(dO, out, axis=-1, keepdims=True), scale, dS)
+            dq, dk, dv = product(dS, keys), product(dS.swapaxes(2, 3), rows(q)), product(P.swapaxes(2, 3), dO)
+            return heads(dq, q), heads(dk, k), heads(dv, v)
+
+        del found
+        return backward
 
 
 @functools.cache
 def _passes(wide: str) -> tuple[Any, ...]:
-    """What `standard` on a GPU does between and after its products, computed in the dtype `wide` whatever the scores' own."""
+    """What `standard` on a GPU does between and after its products, computed in the dtype `wide` whatever the scores' own; the last two are
+    delta and the dS that a dP becomes."""
     cp = importlib.import_module("cupy")
     real = {"float64": "double", "float32": "float"}[wide]
     none = f"-({real})__int_as_float(0x7f800000)"  # -inf: the maximum of a row that sees no key, whose weights are zeros
@@ -159,11 +228,20 @@ def _passes(wide: str) -> tuple[Any, ...]:
         cp.ReductionKernel("T x", f"{wide} y", f"({real})x", "a + b", "y = a", "0", "row_sum", reduce_type=real),
         cp.ElementwiseKernel(f"{wide} m, {wide} scale", "T s", f"s = T(isinf(m) ? ({real})0 : exp(scale * (({real})s - m)))", "weigh"),
         cp.ElementwiseKernel(f"{wide} l", "T o", f"o = T(l == 0 ? ({real})0 : ({real})o / l)", "divide"),
+        cp.ReductionKernel("T x, T y", f"{wide} z", f"({real})x * ({real})y", "a + b", "z = a", "0", "row_dot", reduce_type=real),
+        cp.ElementwiseKernel(f"T p, {wide} delta, {wide} scale", "T s", f"s = T(({real})p * (({real})s - delta) * scale)", "differ"),
     )
 
 
 def _no_torch() -> str | None:
     return None if gpu.torch_with_cuda() is not None else "torch with CUDA is not installed"
+
+
+def _autograd(out: Any, leaves: Sequence[Any], dout: Any) -> Call:
+    """torch's gradients of what a forward has recorded, again and again."""
+    if not out.requires_grad:
+        raise NotImplementedError("this build of it has no backward")
+    return functools.partial(gpu.torch_with_cuda().autograd.grad, out, leaves, dout, retain_graph=True)
 
 
 class Sdpa(Peer):
@@ -184,11 +262,17 @@ class Sdpa(Peer):
             return "it has no window and no softcap, and its bias is timed nowhere here"
         if case.causal and case.seqlen_q != case.seqlen_k:
             return "its causal mask starts top left, ours ends bottom right: the same only for equal lengths"
+        if case.deterministic:
+            return "it is deterministic only where all of torch is, which is timed nowhere here"
         return None
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         torch = gpu.torch_with_cuda()
-        q, k, v = (x.transpose(1, 2).contiguous() if self.contiguous else x.transpose(1, 2) for x in inputs[:3])
+        q, k, v, *dout = (
+            x.detach().transpose(1, 2).contiguous() if self.contiguous else x.detach().transpose(1, 2)
+            for x in (*inputs[:3], inputs.dout)
+            if x is not None
+        )
         # The switches, not the context manager sdpa_kernel, whose host time is a third of a whole call's.
         switches = [(getattr(torch.backends.cuda, f"enable_{name}_sdp"), name == self.backend) for name in self._BACKENDS]
         options = {"is_causal": case.causal, "scale": case.softmax_scale, "enable_gqa": case.num_heads_q != case.num_heads_kv}
@@ -199,7 +283,11 @@ class Sdpa(Peer):
                 enable(on)
             return sdpa(q, k, v, **options).transpose(1, 2)
 
-        return call
+        if not case.backward:
+            return call
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        gradients = _autograd(call(), leaves, dout[0].transpose(1, 2))
+        return lambda: tuple(x.transpose(1, 2) for x in gradients())
 
 
 class FlashAttention(Peer):
@@ -221,7 +309,13 @@ class FlashAttention(Peer):
         options = {"softmax_scale": case.softmax_scale, "causal": case.causal, "window_size": (left, right), "softcap": case.softcap or 0.0}
         if case.mode == "decode" and self.name == "fa3":
             options["num_splits"] = 0  # its own choice, as in its function for caches; the default is never to split the keys
-        return lambda: function(*inputs[:3], **options)
+        if not case.backward:
+            return lambda: function(*inputs[:3], **options)
+        if case.deterministic:
+            options["deterministic"] = True
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        result = function(*leaves, **options)
+        return _autograd(result[0] if isinstance(result, tuple) else result, leaves, inputs.dout)
 
 
 PEERS: tuple[Peer, ...] = (
@@ -262,7 +356,7 @@ class Outcome(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The outcomes of a case, and what they share: the timer, whether each call found its inputs cold (None: not controlled), the kernel
+    """The outcomes of a case, and what they share: the timer, whether each call found its inputs cold (None: not controlled), the kernels
     that the library chose, and why the timer is not the one asked for."""
 
     case: Case
@@ -290,10 +384,11 @@ def compare(
     """
     with place:
         sets = place.inputs(case, cold=cold)
+        spots = check.spots(case, sets[0], place)
         outcomes: dict[str, Outcome] = {}
         ready: dict[str, list[Call]] = {}
         for peer in peers:
-            outcomes[peer.name], calls = _first(case, peer, place, sets)
+            outcomes[peer.name], calls = _first(case, peer, place, sets, spots)
             if calls:
                 ready[peer.name] = calls
         found = Comparison(case, [])
@@ -303,10 +398,7 @@ def compare(
             name, rounds, note = _rounds(ready, place.timers, timer)
             timings = timing.measure(rounds, min_s=min_s, max_s=4 * min_s, min_rounds=min_rounds)
             is_cold = len(sets) * case.num_bytes >= place.cache_bytes if place.cache_bytes else None
-            kernel = (
-                ", ".join(variant.name for variant in cupyflash.supports(device="cuda", **problem(case)).variants) if place.arch else None
-            )
-            found = found._replace(timer=name, cold=is_cold, kernel=kernel, note=note)
+            found = found._replace(timer=name, cold=is_cold, kernel=", ".join(_kernels(case)) if place.arch else None, note=note)
             del rounds  # graphs hold memory
             for name, calls in ready.items():
                 others = [timings[other].ms for other in timings if other != name]
@@ -316,7 +408,7 @@ def compare(
         return found._replace(outcomes=list(outcomes.values()))
 
 
-def _first(case: Case, peer: Peer, place: Place, sets: Sequence[Inputs]) -> tuple[Outcome, list[Call]]:
+def _first(case: Case, peer: Peer, place: Place, sets: Sequence[Inputs], spots: check.Spots) -> tuple[Outcome, list[Call]]:
     """The first call of a peer and the check of its result; its calls, one for each set of inputs, if they are worth timing."""
     if reason := peer.missing() or peer.why_not(case, place):
         return Outcome(peer.name, why_not=reason), []
@@ -324,7 +416,8 @@ def _first(case: Case, peer: Peer, place: Place, sets: Sequence[Inputs]) -> tupl
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             calls = [peer.bind(case, inputs) for inputs in sets]
-            first_ms, result = timing.first_call(calls[0], place.wait)
+            checked = calls[0] if spots.inputs is sets[0] else peer.bind(case, spots.inputs)
+            first_ms, result = timing.first_call(checked, place.wait)
     except NotImplementedError as error:
         return Outcome(peer.name, why_not=str(error)), []
     except Exception as error:  # one peer's failure is a line of the table; the others still run
@@ -332,7 +425,7 @@ def _first(case: Case, peer: Peer, place: Place, sets: Sequence[Inputs]) -> tupl
             return Outcome(peer.name, verdict=check.failure(case, error)), []
         reasons = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in said)]
         return Outcome(peer.name, why_not="; ".join(" ".join(text.split())[:120] for text in reasons[:3])), []
-    verdict = check.spot_check(case, sets[0], result[0] if isinstance(result, tuple) else result, place)
+    verdict = check.spot_check(case, spots, result if isinstance(result, tuple) else (result,), place)
     return Outcome(peer.name, verdict=verdict, first_ms=first_ms), calls if verdict.ok else []
 
 
@@ -362,4 +455,14 @@ def _rounds(
 def problem(case: Case) -> dict[str, Any]:
     """The case as cupyflash.supports and cupyflash.warmup take it."""
     sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "dtype")
-    return {**{name: getattr(case, name) for name in sizes}, **case.options}
+    return {**{name: getattr(case, name) for name in sizes}, **case.options, **({"wrt": ("q", "k", "v")} if case.backward else {})}
+
+
+_AROUND = ("bwd_delta", "bwd_convert", "bwd_sum")  # what a backward launches before and after the kernels of its gradients
+
+
+def _kernels(case: Case) -> list[str]:
+    """The names of the library's kernels for a case. A deterministic dq is planned as one that is asked for alone."""
+    asked: list[dict[str, Any]] = [{"wrt": ("k", "v")}, {"wrt": ("q",)}] if case.deterministic else [{}]
+    chosen = [variant for wrt in asked for variant in cupyflash.supports(device="cuda", **{**problem(case), **wrt}).variants]
+    return list(dict.fromkeys(variant.name for variant in chosen if variant.family not in _AROUND))

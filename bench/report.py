@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
@@ -49,7 +49,8 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
     Decode says gbps, everything else tflops, because that is what limits each. host_us is null on host arrays: there the call is host
     time from end to end, and `ms` has said it. ratio_to_best is this peer's speed over that of the fastest *other* peer of the case, so
     a winner shows by how much (null when it ran alone). `cold` is whether each call found its inputs out of the L2 cache, null where
-    that is not controlled; `error` is the largest of the check before the timing, `kernel` the variant that the library chose.
+    that is not controlled; `error` is the largest of the check before the timing, `kernel` the variant that the library chose, of a bwd
+    that or those that compute the gradients.
     """
     case, timing = found.case, timed(outcome)
     return {
@@ -248,7 +249,7 @@ class Report:
         self._rows = Columns(self.table, (("", 11, 0), first_ms, ("ms", 9, 0), ("±", 6, WIDE), ("rate", 14, 0), *host_us, *rest))
         self._queued = queued
 
-    def explain_columns(self) -> None:
+    def explain_columns(self, modes: Container[str]) -> None:
         """What the numbers of the timing table mean, where they are read."""
         self.say()
         queued = (
@@ -256,9 +257,13 @@ class Report:
             "host us until a warm call returns, its work only queued",
             "cold    rotating buffers, so that no call finds its inputs in L2",
         )
+        rates = {
+            "fwd": "2 (D + Dv) FLOPs a visible pair and query head",
+            "bwd": "2 (3 D + 2 Dv) FLOPs a visible pair and query head, the scores computed again among them",
+            "decode": "bytes of q, k, v and out, each once",
+        }
         for line in (
-            "fwd     2 (D + Dv) FLOPs a visible pair and query head",
-            "decode  bytes of q, k, v and out, each once",
+            *(f"{mode:<8}{text}" for mode, text in rates.items() if mode in modes),
             *(queued if self._queued else ()),
             "memory  the most that a call holds beyond its inputs",
             f"speed   against the fastest other; ~: spread above {NOISE:.0%}",

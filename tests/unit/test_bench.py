@@ -19,6 +19,7 @@ from bench.cases import Case, available_dtypes, check_suite
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
 DECODE = replace(SMALL, batch=2, seqlen_q=1, num_heads_kv=1, causal=False)
+BACKWARD = replace(SMALL, backward=True)
 
 RESULT_FIELDS = {
     *("mode", "head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k", "causal", "window_size"),
@@ -75,6 +76,17 @@ def test_flops_of_decode():
     assert case.num_bytes == 2 * (2 * 8 * 4096 * 8 * 128 + 2 * 8 * 32 * 128)  # the grouped heads of K and V are read once
 
 
+def test_the_backward_counts_five_products_and_moves_everything_twice():
+    """The field's convention: 2.5 times the forward where D = Dv, in which the scores that are computed again count."""
+    case = Case(2, 512, 512, 4, 2, 64, 64, "float16", causal=True)
+    back = replace(case, backward=True)
+    assert (case.mode, back.mode, replace(back, seqlen_q=1).mode) == ("fwd", "bwd", "bwd")
+    assert back.flops == 2.5 * case.flops == 10 * 64 * 4 * 2 * (512 * 513 // 2)
+    assert replace(back, head_dim=192, head_dim_v=128).flops == 2 * (3 * 192 + 2 * 128) * 4 * 2 * (512 * 513 // 2)
+    assert back.num_bytes == 2 * (4 * 2 * 512 * 4 * 64 + 4 * 2 * 512 * 2 * 64)  # q, out, dout, dq; k, v, dk, dv
+    assert replace(back, deterministic=True).label == f"{case.label} deterministic"
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, (3, 0), (0, 0), (None, 2), (4, None), (-1, -1), (2, 5), (32, 64)])
 @pytest.mark.parametrize("seqlen", [(7, 7), (5, 2), (2, 5), (1, 9), (40, 6), (3, 0)])
@@ -96,6 +108,9 @@ def test_inputs_are_the_same_each_time():
     for name, value in first.options.items():
         assert np.array_equal(value, second.options[name]), name
     assert not np.array_equal(first.q, case.inputs(seed=1).q)
+    back = replace(case, backward=True).inputs()
+    assert (first.dout is None, back.dout.shape) == (True, (1, 48, 2, 16))
+    assert np.array_equal(first.q, back.q)
 
 
 # --- timing -------------------------------------------------------------------------------------------------------------------
@@ -203,6 +218,34 @@ def test_compare_times_every_peer_and_says_who_is_faster():
     assert 0 < ours.peak_bytes < 1e6
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_compare_times_gradients(monkeypatch, deterministic):
+    """On the host; each call is the backward alone, and the forward came before."""
+    called = []
+    for name in ("attention", "attention_backward"):
+        function = getattr(cupyflash, name)
+        monkeypatch.setattr(
+            cupyflash, name, lambda *arrays, f=function, n=name, **o: called.append((n, o.get("deterministic"))) or f(*arrays, **o)
+        )
+    case = replace(BACKWARD, num_heads_kv=1, deterministic=deterministic)
+    for outcome in peers.compare(case, peers.peers_at("host"), min_s=0.02).outcomes:
+        assert outcome.verdict.ok, (outcome.peer, str(outcome.verdict))
+        assert outcome.verdict.limit == 2 * check.LIMITS["float32"]
+        assert outcome.timing
+        assert outcome.peak_bytes > sum(map(np.prod, case.shapes)) * 4
+    of_forward = [name for name, _ in called].count("attention")
+    assert of_forward == 2  # for the arrays that are timed, and for those of the check
+    assert set(called) == {("attention", None), ("attention_backward", deterministic)}
+
+
+def test_wrong_gradients_are_not_timed(monkeypatch):
+    gradients = peers.standard_gradients
+    monkeypatch.setattr(peers, "standard_gradients", lambda *arrays, **o: (*gradients(*arrays, **o)[:2], arrays[3]))
+    (outcome,) = peers.compare(BACKWARD, [peers.Standard()]).outcomes
+    assert not outcome.verdict.ok
+    assert outcome.timing is None
+
+
 class Wrong(peers.Peer):
     name = "wrong"
 
@@ -242,6 +285,8 @@ def test_a_case_that_would_be_late_is_left_out():
 def test_the_formula_says_when_it_does_not_fit():
     why_not = peers.Standard().why_not(replace(SMALL, seqlen_q=1 << 20, seqlen_k=1 << 20), timing.HOST)
     assert "8796.1 GB" in why_not
+    why_not = peers.Standard().why_not(replace(BACKWARD, seqlen_q=1 << 20, seqlen_k=1 << 20), timing.HOST)
+    assert "17592.2 GB" in why_not  # P and dS
 
 
 def test_all_peers_of_a_case_share_the_timer():
@@ -279,7 +324,7 @@ def torch(monkeypatch):
 @pytest.mark.parametrize("case", [SMALL, replace(SMALL, causal=False, seqlen_k=77, num_heads_q=6, softmax_scale=0.3), DECODE])
 def test_sdpa_is_given_the_case(torch, case, contiguous):
     inputs = case.inputs()
-    tensors = inputs._replace(**{name: torch.from_numpy(getattr(inputs, name)) for name in "qkv"})
+    tensors = as_tensors(torch, inputs)
     peer = peers.Sdpa("sdpa", "math", contiguous=contiguous)
     assert peer.why_not(case, timing.HOST) is None
     out = peer.bind(case, tensors)()
@@ -288,9 +333,41 @@ def test_sdpa_is_given_the_case(torch, case, contiguous):
     assert not torch.backends.cuda.flash_sdp_enabled()
 
 
+def as_tensors(torch, inputs: peers.Inputs) -> peers.Inputs:
+    names = [name for name in ("q", "k", "v", "dout") if getattr(inputs, name) is not None]
+    return inputs._replace(**{name: torch.from_numpy(getattr(inputs, name)) for name in names})
+
+
+@pytest.fixture
+def of_tensors(monkeypatch):
+    """Host memory that hands out torch's tensors."""
+    inputs, keep_rows = timing.Place.inputs, timing.Place.keep_rows
+
+    def on(torch) -> timing.Place:
+        place = timing.Place()
+        monkeypatch.setattr(place, "inputs", lambda case, cold: [as_tensors(torch, one) for one in inputs(place, case)])
+        monkeypatch.setattr(place, "keep_rows", lambda array, rows: torch.from_numpy(keep_rows(place, array.numpy(), rows)))
+        return place
+
+    return on
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize(
+    "case", [BACKWARD, replace(BACKWARD, causal=False, batch=2, seqlen_k=77, num_heads_q=6, head_dim_v=24, softmax_scale=0.3)]
+)
+def test_sdpa_is_differentiated(torch, of_tensors, case, contiguous):
+    (outcome,) = peers.compare(case, [peers.Sdpa("sdpa", "math", contiguous=contiguous)], of_tensors(torch), min_s=0.01).outcomes
+    assert outcome.why_not is None
+    assert outcome.verdict.ok, str(outcome.verdict)
+    assert outcome.timing
+    assert not torch.backends.cuda.flash_sdp_enabled()  # what the forward was told
+
+
 @pytest.mark.usefixtures("torch")
 def test_sdpa_says_what_it_would_compute_otherwise():
     peer = peers.Sdpa("sdpa-flash", "flash")
+    assert "deterministic" in peer.why_not(replace(BACKWARD, deterministic=True), timing.HOST)
     assert "top left" in peer.why_not(replace(SMALL, seqlen_k=77), timing.HOST)
     assert "window" in peer.why_not(replace(SMALL, window_size=(3, 0)), timing.HOST)
 
@@ -313,6 +390,40 @@ def test_flash_attention_is_given_the_case(monkeypatch, name, unlimited):
     peer.bind(DECODE, peers.Inputs("q", "k", "v", {}))()
     assert ("num_splits" in given) == (name == "fa3")
     assert "no module flash_nope (flash-nope); --site" in peers.FlashAttention("x", "flash_nope", "flash-nope", None).missing()
+
+
+@pytest.fixture
+def flash_attention(torch, monkeypatch):
+    """FlashAttention's function, by torch on the CPU: what it was given, and the peer for it."""
+    given = {}
+    module = type(sys)("flash_attn_fake")
+
+    def flash_attn_func(q, k, v, **options):
+        given.update(options)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options["causal"], enable_gqa=True)
+        return out.transpose(1, 2), "lse"
+
+    module.flash_attn_func = flash_attn_func
+    module.__spec__ = "found"
+    monkeypatch.setitem(sys.modules, "flash_attn_fake", module)
+    return SimpleNamespace(given=given, module=module, peer=peers.FlashAttention("fa3", "flash_attn_fake", "none", -1))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attention_is_differentiated(torch, of_tensors, flash_attention, deterministic):
+    case = replace(BACKWARD, num_heads_q=4, deterministic=deterministic)
+    (outcome,) = peers.compare(case, [flash_attention.peer], of_tensors(torch), min_s=0.01).outcomes
+    assert outcome.verdict.ok, str(outcome.verdict)
+    assert outcome.timing
+    assert flash_attention.given.get("deterministic", False) is deterministic
+
+
+def test_a_build_without_a_backward_says_so(torch, of_tensors, flash_attention):
+    function = flash_attention.module.flash_attn_func
+    flash_attention.module.flash_attn_func = lambda *arrays, **options: function(*arrays, **options)[0].detach()
+    (outcome,) = peers.compare(BACKWARD, [flash_attention.peer], of_tensors(torch)).outcomes
+    assert outcome.why_not == "this build of it has no backward"
 
 
 class FakeCupy:
@@ -452,6 +563,63 @@ def test_the_formula_is_attention(heads, seqlen, dim, causal, dtype):
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("dtype", available_dtypes())
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "seqlen", "dim"), [((4, 4), (20, 20), (16, 16)), ((6, 2), (5, 30), (8, 12)), ((2, 1), (30, 5), (7, 7))])
+@pytest.mark.parametrize("peer", [peers.Standard(), peers.StandardOnGpu()])
+def test_the_formula_of_the_gradients_is_their_definition(peer, numpy_as_cupy, heads, seqlen, dim, causal, dtype):
+    """All of them, next to those of the library's reference."""
+    case = Case(2, *seqlen, *heads, *dim, dtype, causal, backward=True)
+    inputs = case.inputs()
+    expected = cupyflash.reference.attention_backward(*(x.astype(np.float64) for x in (inputs.dout, *inputs[:3])), causal=causal)
+    for actual, gradient, x in zip(peer.bind(case, inputs)(), expected, inputs[:3], strict=False):
+        assert actual.dtype == x.dtype
+        assert check._worst(actual, np.asarray(gradient), 1 + np.abs(gradient)) < 2 * check.LIMITS[dtype]
+
+
+@pytest.fixture
+def numpy_as_cupy(monkeypatch):
+    """NumPy in CuPy's place, and what the small kernels of the formula are to do."""
+
+    def multiply(a, b, out) -> None:
+        out[:] = np.matmul(a.astype(np.float64), b.astype(np.float64))
+
+    def reduce(function):
+        return lambda *arrays, axis, keepdims: function(*(x.astype(np.float64) for x in arrays)).sum(axis=axis, keepdims=keepdims)
+
+    def hide(Sq, Sk, offset, s) -> None:
+        i = np.arange(s.size).reshape(s.shape)
+        s[i % Sk > i // Sk % Sq + offset] = -np.inf
+
+    def weigh(m, scale, s) -> None:
+        s[:] = np.where(np.isinf(m), 0, np.exp(scale * (s.astype(np.float64) - np.where(np.isinf(m), 0, m))))
+
+    def divide(l, o) -> None:  # noqa: E741
+        o[:] = np.where(l == 0, 0, o / np.where(l == 0, 1, l))
+
+    def differ(p, delta, scale, s) -> None:
+        s[:] = p.astype(np.float64) * (s - delta) * scale
+
+    def row_max(x, axis, keepdims):
+        return x.astype(np.float64).max(axis=axis, keepdims=keepdims)
+
+    passes = hide, row_max, reduce(lambda x: x), weigh, divide, reduce(lambda x, y: x * y), differ
+
+    def log(x):
+        with np.errstate(divide="ignore"):
+            return np.log(x)
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=np.ndarray, empty=np.empty, log=log))
+    monkeypatch.setattr(cublas, "multiply", multiply)
+    monkeypatch.setattr(peers, "_passes", lambda wide: passes)
+
+
+@pytest.mark.parametrize("case", [SMALL, replace(SMALL, num_heads_kv=1, seqlen_k=20), DECODE])
+def test_the_formula_on_a_gpu_is_attention(numpy_as_cupy, case):
+    inputs = case.inputs()
+    assert check.judge(case, inputs, peers.StandardOnGpu().bind(case, inputs)()).ok
+
+
 class FakeCublas:
     """BLAS as its manual has it, on NumPy arrays: a matrix is a pointer, column-major, with a leading dimension and a step to the next."""
 
@@ -547,6 +715,9 @@ def test_blas_is_given_the_products_of_the_formula(fake_cublas, batch, heads, se
     assert fake_cublas(rows, keys, scores) == fake_cublas(scores, values, out) == min(batch, Hkv)
     np.testing.assert_allclose(scores, rows @ keys, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(out, scores @ values, rtol=1e-5, atol=1e-5)
+    dk = np.full((batch, Hkv, Sk, D), np.nan, np.float32)
+    assert fake_cublas(scores.swapaxes(2, 3), rows, dk) == min(batch, Hkv)
+    np.testing.assert_allclose(dk, scores.swapaxes(2, 3) @ rows, rtol=1e-5, atol=1e-5)
 
 
 def test_what_blas_cannot_read_is_an_error(fake_cublas):
@@ -616,6 +787,62 @@ def test_compare_on_a_gpu_says_how_it_timed():
     assert json.loads(run("fwd", "--seqlen", "32", "--dtype", "fp32", "--warm", "--json", "-").stdout.splitlines()[2])["cold"] is False
 
 
+BOTH_WIDTHS = ("--seqlen", "32", "--dim", "128,256", "--heads", "2")
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ((), (["bwd_sm90__bf16_d128__m64n128s2__causal"], ["bwd_sm90_wide__bf16_d256__m64n64s2__causal"])),
+        (
+            ("--deterministic",),
+            tuple([f"{family}__bf16_d{dim}__{{}}__causal" for family in ("bwd_sm80", "bwd_sm80_dq")] for dim in (128, 256)),
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", [("bwd",), ("compare", "--mode", "bwd")])
+def test_gradients_on_a_gpu_by_the_kernels_that_compute_them(monkeypatch, command, how, names):
+    """bwd and compare --mode bwd from the options to the records; computed on the host, planned as for an H200."""
+    pytest.importorskip("ml_dtypes", reason="bfloat16 in NumPy needs ml_dtypes; pip install ml_dtypes")
+    monkeypatch.setattr(kernels.device, "current", lambda: 0)
+    monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
+    peer_names = ("--peers", "cupyflash,standard,sdpa-flash,fa4", "--causal", "--json", "-")
+    result = run(*command, *BOTH_WIDTHS, *how, *peer_names, COLUMNS="140")
+    assert result.exit_code == 0, result.output
+    header, _, *records = lines(result.stdout)
+    assert header["peers"]["fa4"].startswith("not found: ")
+    timed = [record for record in records if "record" not in record]
+    assert [(record["mode"], record["peer"], record["head_dim"]) for record in timed] == [("bwd", "cupyflash", d) for d in (128, 256)]
+    for record, chosen in zip(timed, names, strict=True):
+        assert set(record) == RESULT_FIELDS | {"tflops"}
+        found = record["kernel"].split(", ")
+        assert [name.split("__")[:2] for name in found] == [name.split("__")[:2] for name in chosen]
+        assert all(name in chosen or "{}" in expected for name, expected in zip(found, chosen, strict=True))
+        case = Case(1, 32, 32, 2, 2, record["head_dim"], record["head_dim_v"], "bfloat16", True, backward=True)
+        assert record["tflops"] == pytest.approx(case.flops / record["ms"] / 1e9)
+        assert (record["timer"], record["cold"], record["host_us"]) == ("graph", True, 12.5)
+        assert 0 < record["error"] < 3.2e-2
+    not_timed = [record for record in records if record.get("record") == "run" and record["not_timed"]]
+    assert [record["peer"] for record in not_timed] == ["standard", "sdpa-flash", "fa4"] * 2
+    exact = " deterministic" if how else ""
+    for text in (f"  bwd bf16 B 1 S 32 H 2 D 128 causal{exact}\n", "bwd     2 (3 D + 2 Dv) FLOPs", timed[0]["kernel"]):
+        assert text in result.stderr
+    assert "fwd     2 (D" not in result.stderr
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
+def test_a_family_of_the_backward_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels.device, "current", lambda: 0)
+    monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
+    shapes = ("--seqlen", "32", "--heads", "2", "--dtype", "fp16", "--peers", "cupyflash", "--json", "-")
+    result = run("bwd", *shapes, "--family", "bwd_sm80")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[2])["kernel"].startswith("bwd_sm80__f16_d64__")
+    assert "'fwd_sm80' is no family of GPU kernels here: bwd_sm90, " in run("bwd", *shapes, "--family", "fwd_sm80").stderr
+    assert "'bwd_sm80' is no family of GPU kernels here: fwd_sm90, " in run("compare", *shapes, "--family", "bwd_sm80").stderr
+
+
 @pytest.mark.usefixtures("small", "gpu_machine")
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_tour_of_a_gpu_fits_the_terminal(width):
@@ -655,31 +882,112 @@ def test_spot_check_sees_first_middle_and_last_rows(row, causal, window):
     case = Case(1, 300, 310, 4, 2, 16, 16, "float32", causal, window)
     inputs = case.inputs()
     out = cupyflash.attention(*inputs[:3], **inputs.options)
-    assert check.spot_check(case, inputs, out).ok
+    spots = check.spots(case, inputs)
+    assert check.spot_check(case, spots, (out,)).ok
     out[0, row, 2, 3] += 1e-3
-    assert not check.spot_check(case, inputs, out).ok
-    assert not check.spot_check(case, inputs, out[:, :-1]).ok
+    assert not check.spot_check(case, spots, (out,)).ok
+    assert not check.spot_check(case, spots, (out[:, :-1],)).ok
 
 
 def test_spot_check_measures_rows_by_their_size():
     """A mean of 16k values is smaller than the limit of bfloat16: zeros would pass if 1 were the measure."""
     case = Case(1, 8, 16384, 1, 1, 16, 16, "float32")
     inputs, coarse = case.inputs(), replace(case, dtype="bfloat16")
-    out = cupyflash.attention(*inputs[:3])
+    out, spots = cupyflash.attention(*inputs[:3]), check.spots(coarse, inputs)
     assert np.abs(out).max() < check.LIMITS["bfloat16"] * 4
-    assert check.spot_check(coarse, inputs, out).ok
-    assert not check.spot_check(coarse, inputs, np.zeros_like(out)).ok
+    assert check.spot_check(coarse, spots, (out,)).ok
+    assert not check.spot_check(coarse, spots, (np.zeros_like(out),)).ok
     part = cupyflash.attention(inputs.q, inputs.k[:, 512:], inputs.v[:, 512:])  # one tile of 32 forgotten
-    assert not check.spot_check(coarse, inputs, part).ok
+    assert not check.spot_check(coarse, spots, (part,)).ok
 
 
 def test_spot_check_of_rows_without_keys():
     case = replace(SMALL, seqlen_k=20)  # 28 rows see none
     inputs = case.inputs()
     out = cupyflash.attention(*inputs[:3], causal=True)
-    assert check.spot_check(case, inputs, out).ok
+    assert check.spot_check(case, check.spots(case, inputs), (out,)).ok
     out[0, 3] = 1e-6  # they are zeros, not nearly so
-    assert not check.spot_check(case, inputs, out).ok
+    assert not check.spot_check(case, check.spots(case, inputs), (out,)).ok
+
+
+GRADIENTS = replace(BACKWARD, batch=2, seqlen_q=300, seqlen_k=310, num_heads_q=4)
+
+
+def gradients_of(case: Case, spots: check.Spots) -> list[np.ndarray]:
+    """(dq, dk, dv) of what is checked, by the library on the host."""
+    q, k, v, options, dout = spots.inputs
+    out, lse, _ = cupyflash.attention(q, k, v, return_lse=True, **options)
+    return list(cupyflash.attention_backward(dout, q, k, v, out, lse, **options)[:3])
+
+
+@pytest.mark.parametrize("dtype", available_dtypes())
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": False, "head_dim_v": 40},
+        {"window_size": (20, 3), "causal": False},
+        {"softcap": 2.0, "softmax_scale": 0.7},
+        {"seqlen_k": 100},  # rows without keys
+        {"seqlen_q": 1},
+        {"seqlen_k": 1, "causal": False},
+        {"num_heads_q": 2},
+    ],
+)
+def test_gradients_of_a_few_queries_are_checked_against_float64(changes, dtype):
+    case = replace(GRADIENTS, dtype=dtype, **changes)
+    spots = check.spots(case, case.inputs())
+    verdict = check.spot_check(case, spots, gradients_of(case, spots))
+    assert verdict.ok, str(verdict)
+    assert verdict.limit == 2 * check.LIMITS[dtype]
+
+
+def test_the_check_of_gradients_sees_what_is_wrong():
+    """Few queries have a dout, all of these and all keys of a few heads are looked at; errors are measured by the row's terms."""
+    spots = check.spots(GRADIENTS, GRADIENTS.inputs())
+    given = np.abs(spots.inputs.dout).sum(axis=(0, 2, 3)) > 0
+    assert given[-1]
+    assert 30 < given.sum() < 200
+    assert (np.diff(np.flatnonzero(given)) % 2 == 1).all()  # of tiles of even size not always the same row
+    good = gradients_of(GRADIENTS, spots)
+    assert {part.result for part in spots.parts} == {0, 1, 2}
+
+    def ok(*results) -> bool:
+        return check.spot_check(GRADIENTS, spots, results).ok
+
+    assert ok(*good)
+    assert ok(*good, None, None, None)  # other gradients, that were not asked for
+    for which, index in ((0, (0, 299, 0)), (0, (1, np.flatnonzero(given)[0], 3)), (1, (0, 0, 0)), (1, (1, 309, 1)), (2, (0, 155, 1))):
+        bad = [x.copy() for x in good]
+        bad[which][index] *= 1.01
+        assert not ok(*bad)
+        assert not ok(*(np.where(x == bad[which][index][0], np.nan, x) for x in bad))
+    assert not ok(good[0], good[2], good[1])
+    assert not ok(*(x[:, :-1] for x in good))
+    part = spots._replace(inputs=spots.inputs._replace(dout=spots.inputs.dout.copy()))
+    part.inputs.dout[:, 128:192] = 0  # a tile of queries forgotten by dk and dv
+    _, dk, dv = gradients_of(GRADIENTS, part)
+    coarse = replace(GRADIENTS, dtype="bfloat16")
+    in_bf16 = check.spots(coarse, GRADIENTS.inputs())
+    assert check.spot_check(coarse, in_bf16, good).ok
+    assert not check.spot_check(coarse, in_bf16, (good[0], dk, good[2])).ok
+    assert not check.spot_check(coarse, in_bf16, (good[0], good[1], dv)).ok
+
+
+def test_gradients_of_rows_without_keys_are_zeros():
+    case = replace(BACKWARD, seqlen_k=20)  # 28 rows see none
+    spots = check.spots(case, case.inputs())
+    good = gradients_of(case, spots)
+    assert check.spot_check(case, spots, good).ok
+    good[0][0, 3] = 1e-6
+    assert not check.spot_check(case, spots, good).ok
+
+
+def test_the_check_of_gradients_is_bounded():
+    """A few queries of each head, however many heads share a key head and however long the keys are."""
+    for case, most in ((replace(GRADIENTS, seqlen_q=16384, seqlen_k=16384, num_heads_q=1, num_heads_kv=1), 128), (GRADIENTS, 64)):
+        (dq, *_) = check.spots(case, case.inputs()).parts
+        assert most / 2 <= len(dq.expected) <= most
 
 
 def test_judge_wants_nan_and_infinity_in_the_same_places():
@@ -763,6 +1071,13 @@ def test_version_and_help_need_no_gpu_and_no_cupy(monkeypatch):
         (["fwd", "--timer", "graph"], "'graph' needs a GPU"),
         (["fwd", "--timer", "sundial"], "is not one of 'graph', 'events', 'wall'"),
         (["fwd", "--family", "fwd_sm80"], "'fwd_sm80' is no family of GPU kernels here"),
+        (["bwd", "--family", "bwd_sm80"], "'bwd_sm80' is no family of GPU kernels here: bwd_sm90, "),
+        (["bwd", "--heads", "6/4"], "6 query heads are no multiple of 4 key heads"),
+        (["bwd", "--timer", "graph"], "'graph' needs a GPU"),
+        (["bwd", "--mode", "bwd"], "No such option"),
+        (["fwd", "--deterministic"], "No such option"),
+        (["compare", "--mode", "decode"], "'decode' is not one of 'fwd', 'bwd'"),
+        (["compare", "--deterministic"], "'--deterministic': it is for --mode bwd"),
         (["fwd", "--window", "4096"], "'4096' is no window: write 4096,0"),
         (["fwd", "--window", "-3,0"], "'-3,0' is no window"),
         (["fwd", "--softcap", "0"], "not in the range"),
@@ -795,7 +1110,7 @@ def test_sizes(text, sizes):
             cli.as_sizes(None, option, text)
 
 
-@pytest.mark.parametrize("command", [["tour"], ["fwd"], ["compare"], ["check"]])
+@pytest.mark.parametrize("command", [["tour"], ["fwd"], ["bwd"], ["compare"], ["check"]])
 def test_without_a_gpu_the_gpu_is_a_setup_problem(command):
     result = run(*command, "--device", "gpu")
     assert result.exit_code == 3
@@ -823,6 +1138,17 @@ def test_tokens_heads_and_both_make_the_grid(cases):
         *((64, 64, causal, batch, 16384 // batch, 32, 32) for causal in (False, True) for batch in (4, 1)),
         *((192, 128, causal, batch, 16384 // batch, 10, 10) for causal in (False, True) for batch in (4, 1)),
     ]
+
+
+def test_the_backward_of_the_same_grid(cases, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "run_timings", lambda report, cases, *_, **__: asked.append(cases) or [])
+    shapes = ("--tokens", "4k", "--seqlen", "1k,4k", "--dim", "64,128", "--heads", "auto", "--both", "--window", "256,0")
+    for command in (["bwd"], ["compare", "--mode", "bwd"], ["bwd", "--deterministic"], ["compare", "--mode", "bwd", "--deterministic"]):
+        assert run(*command, *shapes).exit_code == 0
+    forward = cases(*shapes)
+    backward, exact = ([replace(case, backward=True, deterministic=way) for case in forward] for way in (False, True))
+    assert asked[:4] == [backward, backward, exact, exact]
 
 
 def test_options_of_a_case(cases):
@@ -863,6 +1189,29 @@ def test_one_family_alone_and_the_table_as_before():
         assert cupyflash.supports(**sizes).reason == best
 
 
+def test_one_family_of_the_backward_alone():
+    sizes = {"head_dim": 64, "dtype": "bfloat16", "device": "sm_90a"}
+    forward, backward = (lambda **wrt: cupyflash.supports(**sizes, **wrt).reason), {"wrt": ("q", "k", "v")}
+    before = forward(), forward(**backward)
+    with kernels.only_family("bwd_sm80"):
+        assert forward() == before[0]
+        assert forward(**backward).startswith("bwd_sm80__bf16_d64__")
+    assert (forward(), forward(**backward)) == before
+    assert before[1].startswith("bwd_sm90__bf16_d64__")
+
+
+def test_gradients_planned_before_are_planned_anew():
+    inputs = BACKWARD.inputs()
+    call = peers.CupyFlash().bind(BACKWARD, inputs)
+    call()
+    prepared = kernels.backward._prepare.cache_info
+    assert prepared().currsize >= 1
+    with kernels.only_family("bwd_simple"):
+        assert prepared().currsize == 0
+        call()
+    assert prepared().currsize == 0
+
+
 def test_calls_planned_before_are_planned_anew():
     """Else a call of the same shapes would go on with the kernel that it had."""
     cached = [f for module in (kernels.api, kernels.plan) for f in vars(module).values() if hasattr(f, "cache_info")]
@@ -898,6 +1247,24 @@ def test_variants_lists_the_rows(monkeypatch):
     assert {row["name"].split("__")[1].split("_")[0] for row in rows} == {"f16", "f32"}
     for text in (rows[0]["name"], rows[0]["why"], "255", "44", "serialized"):
         assert text in result.stderr
+
+
+@pytest.mark.parametrize(("dim", "arch"), [(64, "90a"), (100, "90a"), (256, "80")])
+def test_the_rows_of_the_backward_are_listed_with_what_they_launch_beside(dim, arch):
+    found = [variant for variant, _ in kernels.candidates(arch, ("bfloat16",), dim) if variant.family.startswith("bwd")]
+    assert len({variant.name for variant in found}) == len(found)
+    planned = {}
+    for options in ({}, {"bias": True, "sink": True}):
+        for wrt in (("q", "k", "v"), ("q",), *([("bias",)] if options else [])):
+            answer = cupyflash.supports(head_dim=dim, dtype="bfloat16", device=f"sm_{arch}", wrt=wrt, **options)
+            planned |= {(v.family, v.config): v for v in answer.variants if v.family not in peers._AROUND}
+    listed = {(variant.family, variant.config) for variant in found}
+    assert set(planned) <= listed
+    families = {variant.family for variant in found}
+    assert ("bwd_sm90" in families) == ((dim, arch) == (64, "90a"))
+    assert {"bwd_sm80", "bwd_sm80_dq", "bwd_sm80_dbias", "bwd_simple"} <= families
+    assert all(("dq" in variant.flags) == (variant.family == "bwd_sm80") for variant in found)
+    assert not any("lse" in variant.flags for variant in found)
 
 
 def test_variants_that_do_not_compile_end_in_exit_code_1(monkeypatch):
@@ -1208,7 +1575,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("command", [[], ["check"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["check"], ["doctor"], ["bwd", "--seqlen", "32", "--heads", "2"]])
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_nothing_is_wider_than_the_terminal(command, width):
     result = run(*command, COLUMNS=str(width))
