@@ -128,7 +128,7 @@ class BwdSm90Config(NamedTuple):
     @property
     def key_buffers(self) -> int:
         """Of K and V: two where they fit, so that the next tile's are there when it begins."""
-        return 1 if self.wide or self.block_m == 80 else 2
+        return 2 if self.block_m == 128 else 1
 
     @property
     def transposed(self) -> bool:
@@ -193,8 +193,9 @@ class Variant(NamedTuple):
         if isinstance(c, BwdSm90Config):  # as above; dS twice, P of wide heads, LSE and delta, barriers
             operands = (c.key_buffers * c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             weights = 2 * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
+            sums = 0 if c.wide else 4 * c.block_m * self.head_dim
             rest = c.stages * c.block_m * 2 * 4 + 8 * (2 * c.key_buffers + 4 * c.stages + 1)
-            return -(-(operands + weights + rest) // 1024) * 1024
+            return -(-(operands + weights + sums + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig):
             return 0
         row, key = c.block_m * _pitch_bytes(self.head_dim), c.block_n * _pitch_bytes(self.head_dim)  # Q and K

@@ -12,12 +12,20 @@
 // dP, dK and
 //            dV; of dQ each has half: of the columns, or of the rows where a block has 128.
 // Smem       K and V twice; kStages tiles of Q and of dO with their vectors; dS twice, so that one barrier a row block is enough.
-// dQ         Added to dq_sum by atomics, in no fixed order; bwd_convert makes dQ of it.
+// dQ         Leaves through shared memory, from where the accelerator adds it to dq_sum, in no fixed order; bwd_convert makes dQ of it.
 // Edges      Rows past Sq are zeros with LSE = +inf: P = 0. Keys past their used length are masked.
 // Way out    As bwd_sm80: a key whose dK or dV is not finite is computed again by key_gradient.
 #include "../primitives/bwd_sm90.cuh"
 
 namespace cupyflash {
+
+// Of dQ each warpgroup has 64 rows, or 64 of 128 columns: as rows of dQ^T where the rows of a block are not 64. A warp has 16 x kWidth.
+template <class C>
+struct QueryTiles {
+  static constexpr bool kByRows = C::kBlockM == 128, kTransposed = QuerySums<C>::kTransposed;
+  static constexpr int kWidth = kTransposed ? C::kBlockM : kByRows ? C::kHeadDim : 64, kCount = kWidth / 8;
+  static_assert(C::kBlockN == 128 && (kByRows ? C::kHeadDim <= 64 : C::kHeadDim == 128));
+};
 
 template <class C>
 struct Smem {
@@ -31,6 +39,7 @@ struct Smem {
   alignas(1024) char q[C::kStages][TileQ::kBytes];
   alignas(1024) char dout[C::kStages][TileO::kBytes];
   alignas(1024) char ds[2][TileS::kBytes];  // rows are query rows
+  float4 dq[8][QueryTiles<C>::kCount][32];  // of each warp that multiplies, as its lanes hold it
   alignas(16) float reference[C::kStages][C::kBlockM];
   float delta[C::kStages][C::kBlockM];
   alignas(8) unsigned long long keys_full[C::kKeyBuffers], keys_empty[C::kKeyBuffers];
@@ -66,15 +75,39 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
   }
 }
 
+// Scope: warp. Adds its part of dQ of a row block to the sums.
+template <class C>
+__device__ inline void add_rows(const BackwardParams& p, float4 (&staged)[QueryTiles<C>::kCount][32],
+                                const float (&rdQ)[QueryTiles<C>::kCount][4], int b, int h, int row, int g, int warp) {
+  using Tiles = QueryTiles<C>;
+  const int lane = threadIdx.x % 32;
+  bulk_wait_read();  // what was there has been added
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < Tiles::kCount; ++c) staged[c][lane] = float4{rdQ[c][0], rdQ[c][1], rdQ[c][2], rdQ[c][3]};
+  fence_async_proxy();
+  __syncwarp();
+  float* const head = QuerySums<C>::of_head(p, b, h);
+  if constexpr (Tiles::kTransposed) {  // tiles below each other are apart in memory
+    if (lane < Tiles::kCount && row + 8 * lane < p.forward.seqlen_q) {
+      bulk_add(QuerySums<C>::tile_transposed(head, row / 8 + lane, 4 * g + warp), smem_address(staged[lane]), sizeof(staged[0]));
+    }
+  } else {
+    const int first = row + 16 * warp + (Tiles::kByRows ? 64 * g : 0);
+    if (lane == 0 && first < p.forward.seqlen_q) {
+      bulk_add(QuerySums<C>::tile(head, first / 16, Tiles::kByRows ? 0 : 8 * g), smem_address(staged), sizeof(staged));
+    }
+  }
+  bulk_commit();
+}
+
 // Scope: the warpgroups that multiply. One tile, whose keys are in buffer `keys`; n counts row blocks since the kernel began.
 template <class C>
 __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int keys, int n) {
   using Element = typename C::Element;
   using M = Smem<C>;
-  // Of dQ each warpgroup has 64 rows, or 64 of 128 columns: as rows of dQ^T where a block's rows are not 64.
-  constexpr bool kByRows = C::kBlockM == 128, kTransposed = QuerySums<C>::kTransposed;
-  constexpr int kWidthQ = kTransposed ? C::kBlockM : kByRows ? C::kHeadDim : 64;
-  static_assert(C::kBlockN == 128 && (kByRows ? C::kHeadDim <= 64 : C::kHeadDim == 128));
+  using Tiles = QueryTiles<C>;
+  constexpr bool kByRows = Tiles::kByRows;
   const ForwardParams& f = p.forward;
   const int g = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int key = w.key + 64 * g + 16 * warp;  // the warp's first
@@ -120,33 +153,20 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     issue_pv<Element, C::kBlockM, C::kHeadDimV>(rdV, rP, sdO, 1);
     wgmma_commit();
     named_barrier_sync(1, 256);  // dS of both warpgroups is there, and both have done with the other buffer
-    float rdQ[1][kWidthQ / 8][4];
+    float rdQ[1][Tiles::kCount][4];
     wgmma_fence();
-    if constexpr (kTransposed) {
+    if constexpr (Tiles::kTransposed) {
       issue_dq_t<Element, C::kBlockM, C::kBlockN>(rdQ, sK + g * M::TileK::kPanelBytes, sdS);
     } else {
-      issue_dq<Element, C::kBlockM, C::kBlockN, kWidthQ>(rdQ, sdS + (kByRows ? g * 64 * 128 : 0),
-                                                         sK + (kByRows ? 0 : g * M::TileK::kPanelBytes));
+      issue_dq<Element, C::kBlockM, C::kBlockN, Tiles::kWidth>(rdQ, sdS + (kByRows ? g * 64 * 128 : 0),
+                                                               sK + (kByRows ? 0 : g * M::TileK::kPanelBytes));
     }
     wgmma_commit();
     issue_pv<Element, C::kBlockM, C::kHeadDim>(rdK, rdS, sQ, 1);
     wgmma_commit();
     wgmma_wait<1>();
     release(smem.dout_empty[stage]);
-    float* const head = QuerySums<C>::of_head(p, w.b, rows.h);
-    if constexpr (kTransposed) {
-#pragma unroll
-      for (int c = 0; c < kWidthQ / 8; ++c) {
-        if (row + 8 * c < f.seqlen_q) QuerySums<C>::add(QuerySums<C>::at_transposed(head, row / 8 + c, 4 * g + warp), rdQ[0][c]);
-      }
-    } else {
-      const int first = row + 16 * warp + (kByRows ? 64 * g : 0);
-      if (first < f.seqlen_q) {
-        float* sums = QuerySums<C>::at(head, first / 16, kByRows ? 0 : 8 * g);
-#pragma unroll
-        for (int c = 0; c < kWidthQ / 8; ++c) QuerySums<C>::add(sums + c * 128, rdQ[0][c]);
-      }
-    }
+    add_rows<C>(p, smem.dq[4 * g + warp], rdQ[0], w.b, rows.h, row, g, warp);
     wgmma_wait<0>();
     release(smem.q_empty[stage]);
   }
@@ -176,7 +196,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     const int buffer = uniform(t % C::kKeyBuffers);
     mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
     const int tile = uniform(smem.tile[buffer]);
-    if (tile < 0) return;
+    if (tile < 0) break;
     KeyWork<C> w = KeyTiles<C>(p.forward).work(p.forward, tile);
     w.b = uniform(w.b);
     w.h_kv = uniform(w.h_kv);
@@ -189,6 +209,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     w.full_first = uniform(w.full_first);
     w.full_last = uniform(w.full_last);
     n = multiply<C>(p, smem, w, buffer, uniform(n));
+    bulk_wait_read();
   }
 }
 

@@ -201,12 +201,19 @@ struct QuerySums {
     const ForwardParams& f = p.forward;
     return p.dq_sum + (static_cast<long long>(b) * f.num_heads_q + h) * ((f.seqlen_q + 15) / 16) * (kColumns * 128);
   }
-  // Scope: warp, as for the rest. From the tile at g to the one that many tiles below and to the right.
+  // From the tile at g to the one that many tiles below and to the right.
+  __device__ static float* tile(float* g, int row_tile, int column_tile) {
+    return g + (static_cast<long long>(row_tile) * kColumns + column_tile) * 128;
+  }
+  __device__ static float* tile_transposed(float* g, int row_tile, int column_tile) {
+    return g + (static_cast<long long>(row_tile) * (kColumns / 2) + column_tile) * 128;
+  }
+  // Scope: warp, as for the rest. The lane's elements of such a tile.
   __device__ static float* at(float* g, int row_tile, int column_tile) {
-    return g + (static_cast<long long>(row_tile) * kColumns + column_tile) * 128 + threadIdx.x % 32 * (kByFour ? 4 : 1);
+    return tile(g, row_tile, column_tile) + threadIdx.x % 32 * (kByFour ? 4 : 1);
   }
   __device__ static float* at_transposed(float* g, int row_tile, int column_tile) {
-    return g + (static_cast<long long>(row_tile) * (C::kHeadDim / 16) + column_tile) * 128 + threadIdx.x % 32 * 4;
+    return tile_transposed(g, row_tile, column_tile) + threadIdx.x % 32 * 4;
   }
   __device__ static void add(float* g, const float (&r)[4]) {
     if constexpr (kByFour) {

@@ -182,6 +182,12 @@ __device__ inline void tma_prefetch(const void* map, int x, int y, int z, int w)
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+// Scope: thread. Adds floats in shared memory to global memory, later; `num_bytes` and both addresses are multiples of 16.
+__device__ inline void bulk_add(float* global, unsigned shared, int num_bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(num_bytes)
+               : "memory");
+}
+
 // Scope: one thread. Copies a box from shared memory to a tensor, as far as the tensor goes, queued; then closes the batch of its copies,
 // and waits until its batches have been read, or are there.
 __device__ inline void tma_store(unsigned smem, const void* map, int x, int y, int z, int w) {
