@@ -108,7 +108,7 @@ def _config(variant: Variant, arch: str) -> str:
     if isinstance(config, BwdSm90Config):
         numbers["kKeyBuffers"] = config.key_buffers
     if isinstance(config, BwdConfig | BwdSm90Config) or variant.family == "bwd_convert":
-        numbers["kTransposed"] = "dqt" in flags or (isinstance(config, BwdSm90Config) and config.transposed)
+        numbers["kPanels"] = "panels" in flags or (variant.family == "bwd_sm90" and variant.head_dim == 128)
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
     lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]
     lines += [f"  static constexpr bool {name} = {'true' if flag in flags else 'false'};" for flag, name in _FLAGS.items()]
@@ -119,7 +119,7 @@ def _config(variant: Variant, arch: str) -> str:
 def _wgmma(variant: Variant) -> tuple[str, ...]:
     """The products of a variant as functions of one instruction each. wgmma names all of its registers, half as many as it is wide, so its
     text is made here for the widths in use. Both operands in shared memory: wgmma_ss, the right one with its rows along the reduction:
-    wgmma_ss_t, the left one: wgmma_tt; the left one in registers, the right one with its rows so: wgmma_rs."""
+    wgmma_ss_t; the left one in registers, the right one so: wgmma_rs."""
     config = variant.config
     assert isinstance(config, Sm90Config | BwdSm90Config)
     element = _TYPES[variant.dtype]
@@ -139,18 +139,17 @@ def _wgmma(variant: Variant) -> tuple[str, ...]:
             f'               : {outputs}\n               : {a_operands}, "l"(b), "r"(accumulate));\n}}\n}}'
         )
 
-    def in_memory(name: str, n: int, transposed: str) -> str:
-        return function(name, n, "unsigned long long a", 1, '"l"(a)', f"1, 1, {transposed}")
+    def in_memory(name: str, n: int, transposed: int) -> str:
+        return function(name, n, "unsigned long long a", 1, '"l"(a)', f"1, 1, 0, {transposed}")
 
     def in_registers(n: int) -> str:
         return function("wgmma_rs", n, "const unsigned (&a)[4]", 4, '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', "1, 1, 1")
 
     if isinstance(config, Sm90Config):
-        return in_memory("wgmma_ss", config.block_n, "0, 0"), in_registers(variant.head_dim_v)
+        return in_memory("wgmma_ss", config.block_n, 0), in_registers(variant.head_dim_v)
     width_q = variant.head_dim if config.block_m == 128 else 64  # of dQ at once
-    of_dq = in_memory("wgmma_tt", config.block_m, "1, 0") if config.transposed else in_memory("wgmma_ss_t", width_q, "0, 1")
     widths = sorted({variant.head_dim, variant.head_dim_v})
-    return in_memory("wgmma_ss", config.block_m, "0, 0"), of_dq, *(in_registers(n) for n in widths)
+    return in_memory("wgmma_ss", config.block_m, 0), in_memory("wgmma_ss_t", width_q, 1), *(in_registers(n) for n in widths)
 
 
 def _checks(variant: Variant) -> str:

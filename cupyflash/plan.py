@@ -104,7 +104,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "row_slope": row_bytes if slopes else 0,
         "row_sink": row_bytes if sinks else 0,
         "row_reference": row_bytes if tiled else 0,
-        "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 16) * variant.head_dim * 4 if sums_q else 0,
+        "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 64) * variant.head_dim * 4 if sums_q else 0,
         "next_tile": 4 if variant.family == "bwd_sm90" else 0,
     }
     section = (
@@ -192,8 +192,8 @@ _Launch = tuple[Variant, int, str]  # how many blocks, and why
 
 def rounding(variant: Variant) -> Variant:
     """The kernel that makes dq of the sums that a tiled one has added up."""
-    transposed = isinstance(variant.config, BwdSm90Config) and variant.config.transposed
-    flags = tuple(sorted((*variant.flags, "dqt"))) if transposed else variant.flags
+    panels = variant.family == "bwd_sm90" and variant.head_dim == 128  # two warpgroups, 64 columns each
+    flags = tuple(sorted((*variant.flags, "panels"))) if panels else variant.flags
     return variant._replace(family="bwd_convert", flags=flags, config=_BY_WARPS)
 
 

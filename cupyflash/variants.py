@@ -131,11 +131,6 @@ class BwdSm90Config(NamedTuple):
         return 2 if self.block_m == 128 else 1
 
     @property
-    def transposed(self) -> bool:
-        """Whether it computes dQ^T, 64 columns a warpgroup: wgmma is 64 high, which 80 rows are not."""
-        return self.block_m == 80
-
-    @property
     def wide(self) -> bool:
         return self.block_n == 64
 
@@ -325,8 +320,8 @@ FORWARD = (
 )
 
 
-def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str, causal: bool | None = None) -> Row:
-    return Row(family, _HALF, head_dim, 90, False, config, why, "90a", causal)
+def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str) -> Row:
+    return Row(family, _HALF, head_dim, 90, False, config, why, "90a")
 
 
 def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: str, why: str) -> Row:
@@ -343,8 +338,7 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 BACKWARD = (
     # Their spills are where a key is computed again.
     _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "506 and 505; at S = 1024 384 and 290; cuDNN 452, 424, 355 and 249; spills"),
-    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(80, 128, 2), "533; 519 for 64x128; at S = 4096 491 and 484; cuDNN 559 and 528; spills", False),
-    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "520; 511 for 80x128; at S = 4096 450 and 413; cuDNN 538 and 449; spills", True),
+    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "577 and 562; at S = 1024 443 and 328; cuDNN 570, 557, 433 and 311; spills"),
     _bwd_sm90("bwd_sm90_wide", 192, BwdSm90Config(64, 64, 3), "513 and 509; FA2 255 and 269; 226 kB"),
     _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "436 and 398; at S = 1024 312 and 236; cuDNN 373, 412, 303 and 259; 226 kB"),
     _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),

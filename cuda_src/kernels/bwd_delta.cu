@@ -22,14 +22,15 @@ struct Lanes {
   static_assert(kPasses <= kLanes && 16 % kRows == 0, "a lane a row; sums of dQ are tiles of 16 rows");
 };
 
-// Zeros for the sums of dQ of a warp's rows: (Sq, D), both rounded up to 16, one after another in whatever order a tile has.
+// Zeros for the sums of dQ of a warp's rows, one after another in whatever order they lie, and for those past the end of the head.
 template <class C>
 __device__ inline void zero_sums(const BackwardParams& p, int b, int h, int row) {
   const ForwardParams& f = p.forward;
-  const int width = (f.head_dim + 15) / 16 * 16, rows = (f.seqlen_q + 15) / 16 * 16;
+  const int width = (f.head_dim + 15) / 16 * 16, rows = sum_rows(f);
+  const int count = row + Lanes<C>::kRows < f.seqlen_q ? Lanes<C>::kRows : rows - row;
   float* g = p.dq_sum + ((static_cast<long long>(b) * f.num_heads_q + h) * rows + row) * width;
 #pragma unroll 8
-  for (int n = threadIdx.x % 32 * 4; n < Lanes<C>::kRows * width; n += 32 * 4) {
+  for (int n = threadIdx.x % 32 * 4; n < count * width; n += 32 * 4) {
     *reinterpret_cast<Elements<float, 4>*>(g + n) = Elements<float, 4>{};
   }
 }
@@ -143,5 +144,5 @@ extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 8) bwd_delta(c
   if (p.next_tile && blockIdx.x == 0 && threadIdx.x == 0) *p.next_tile = 0;
   const cupyflash::HeadRows block(p.forward, kRows * Config::kWarps);
   const int row = block.row + threadIdx.x / 32 * kRows;
-  if (row < (p.forward.seqlen_q + 15) / 16 * 16) cupyflash::rows_delta<Config>(p, block.b, block.h, row);
+  if (row < p.forward.seqlen_q) cupyflash::rows_delta<Config>(p, block.b, block.h, row);
 }

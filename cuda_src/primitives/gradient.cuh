@@ -189,31 +189,30 @@ __device__ inline void finish_rows(const BackwardParams& p, int b, int h, int ro
   repair_rows<C, kTiles>(p, b, h, row, rdQ);
 }
 
-// Sums of dQ over the blocks of keys, in float: of each head tiles of 16 rows x 8 columns, row by row of tiles; in a tile the 128 elements
-// lie as the lanes hold them, so that a warp adds to consecutive memory. The last row of tiles may be half empty.
+// Sums of dQ over the blocks of keys, in float: of each head tiles of 16 rows x 8 columns, row by row of tiles or, with kPanels, of each 64
+// rows those of 64 columns first; in a tile the 128 elements lie as the lanes hold them, so that a warp adds to consecutive memory. A head
+// has whole blocks of 64 rows.
 template <class C>
 struct QuerySums {
   static constexpr int kColumns = C::kHeadDim / 8;
-  static constexpr bool kByFour = C::kArch >= 90;      // a lane's four elements are neighbours; else each of them is, over the lanes
-  static constexpr bool kTransposed = C::kTransposed;  // tiles are of 8 rows x 16 columns, as the lanes hold those of dQ^T
+  static constexpr bool kByFour = C::kArch >= 90;  // a lane's four elements are neighbours; else each of them is, over the lanes
 
   __device__ static float* of_head(const BackwardParams& p, int b, int h) {
     const ForwardParams& f = p.forward;
-    return p.dq_sum + (static_cast<long long>(b) * f.num_heads_q + h) * ((f.seqlen_q + 15) / 16) * (kColumns * 128);
+    return p.dq_sum + (static_cast<long long>(b) * f.num_heads_q + h) * sum_rows(f) * C::kHeadDim;
   }
-  // From the tile at g to the one that many tiles below and to the right.
+  // The tile of a head, or without kPanels the one that many tiles below and to the right of the one at g.
   __device__ static float* tile(float* g, int row_tile, int column_tile) {
-    return g + (static_cast<long long>(row_tile) * kColumns + column_tile) * 128;
-  }
-  __device__ static float* tile_transposed(float* g, int row_tile, int column_tile) {
-    return g + (static_cast<long long>(row_tile) * (kColumns / 2) + column_tile) * 128;
+    if constexpr (C::kPanels) {
+      return g + ((static_cast<long long>(row_tile / 4) * (kColumns / 8) + column_tile / 8) * 4 + row_tile % 4) * 1024 +
+             column_tile % 8 * 128;
+    } else {
+      return g + (static_cast<long long>(row_tile) * kColumns + column_tile) * 128;
+    }
   }
   // Scope: warp, as for the rest. The lane's elements of such a tile.
   __device__ static float* at(float* g, int row_tile, int column_tile) {
     return tile(g, row_tile, column_tile) + threadIdx.x % 32 * (kByFour ? 4 : 1);
-  }
-  __device__ static float* at_transposed(float* g, int row_tile, int column_tile) {
-    return tile_transposed(g, row_tile, column_tile) + threadIdx.x % 32 * 4;
   }
   __device__ static void add(float* g, const float (&r)[4]) {
     if constexpr (kByFour) {

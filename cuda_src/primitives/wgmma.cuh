@@ -50,15 +50,4 @@ __device__ inline void issue_dq(float (&rdQ)[1][kWidth / 8][4], unsigned ds, uns
   }
 }
 
-// dQ^T (64 x kRows) = K^T dS^T, queued: 64 columns of K with its keys along the reduction, and dS, both in shared memory.
-template <class Element, int kRows, int kKeys>
-__device__ inline void issue_dq_t(float (&rdQ)[1][kRows / 8][4], unsigned k, unsigned ds) {
-  const unsigned long long a = descriptor(k, kKeys * 128), b = descriptor(ds, 16);
-#pragma unroll
-  for (int n = 0; n < kKeys / 16; ++n) {
-    const int panel = n / 4, step = n % 4 * 2;
-    wgmma_tt(rdQ[0], a + n * (16 * 128 >> 4), b + (panel * (kRows * 128 >> 4) + step), n > 0, Element{});
-  }
-}
-
 }  // namespace cupyflash

@@ -66,6 +66,9 @@ struct Work {
   }
 };
 
+// Rows that the sums of dQ have of a head.
+__device__ inline int sum_rows(const ForwardParams& p) { return (p.seqlen_q + 63) / 64 * 64; }
+
 // Which `rows` rows of one head a block takes whose warps share nothing. Heads pass by first, then rows: where the rows of a head are 128
 // bytes in 4096, as in (B, S, H, D), the blocks that run at the same time read and write whole rows of all heads.
 struct HeadRows {

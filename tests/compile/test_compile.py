@@ -29,7 +29,6 @@ SPILLS = {
     (96, "m64n64s2w4g222b2", False): 16,
     (64, "m128n128s2", False): 64,
     (128, "m64n128s2", False): 44,
-    (128, "m80n128s2", False): 24,
 }
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,

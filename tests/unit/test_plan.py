@@ -246,10 +246,10 @@ def test_a_tiled_backward_adds_dq_up_or_computes_it_apart() -> None:
     keys, alone = "bwd_sm80_d128__m64n128s2w8g242b1", {"bwd_sm80_dq_d128__m128n32s2w4b2": 2 * 8 * 8}
     delta, dk_dv = {"bwd_delta_d128__w4": 2 * 8 * 32}, {keys: 2 * 2 * 8}
     reference = (*vectors, ("row_reference", 4 * rows))
-    sums = (*reference, ("dq_sum", 2 * 8 * 1008 * 128 * 4))
+    sums = (*reference, ("dq_sum", 2 * 8 * 1024 * 128 * 4))
     convert = {"bwd_convert_d128__w4": 2 * 8 * 16}
     assert launched() == (
-        delta | {"bwd_sm90_d128__m80n128s2": 2 * 2 * 8} | {f"{name}__dqt": n for name, n in convert.items()},
+        delta | {"bwd_sm90_d128__m64n128s2": 2 * 2 * 8} | {f"{name}__panels": n for name, n in convert.items()},
         (*sums, ("next_tile", 4)),
     )
     assert launched(tensor_maps=False) == (delta | {f"{keys}__dq": 2 * 2 * 8} | convert, sums)
