@@ -72,8 +72,11 @@ def plain(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def adds_dq(case: dict[str, Any], row: Row) -> dict[str, Any]:
-    """As `plain`, for bwd_sm90, which serves windows and sinks, at the widths of the row, and computes dq beside dk or dv."""
-    kept = {name: case[name] for name in ("window_size", "sink")}
+    """As `plain`, for bwd_sm90, which serves windows and sinks, at the widths of the row, and computes dq beside dk or dv. As heads are
+    wider, their scale is less than that of the pairs, for the same reason."""
+    kept: dict[str, Any] = {name: case[name] for name in ("window_size", "sink")}
+    if row.head_dim > 128 and case["softmax_scale"]:
+        kept["softmax_scale"] = 0.1
     d, dv = case["dims"]
     widths = {"dims": (row.head_dim - d % 2 * 8, -(-dv // 8) * 8)} if row.head_dim > 64 else {}
     return {**plain(case), **kept, **widths, "wrt": ("q", "k", "v", "sink") if case["wrt"] == ALL else ("q", "k"), "deterministic": False}
