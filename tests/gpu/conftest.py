@@ -1,6 +1,7 @@
 """`pytest tests/gpu --record` writes record.json: what was run on which GPU, with a digest of the sources that decide what runs there.
 
-Outcomes are added to a record of the same sources and the same machine, so the tests may run in parts; otherwise a new record begins.
+Outcomes are added to a record of the same sources and the same machine, so the tests may run in parts, also at the same time; otherwise a
+new record begins.
 What a part leaves out is no secret: a unit test compares the record with the tests that there are.
 """
 
@@ -95,6 +96,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if not session.config.option.record or not _outcomes:
         return
+    import fcntl
+
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -105,9 +108,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "cupy": cupy.__version__,
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
     }
-    record = json.loads(RECORD.read_text())
-    old = flat(record["tests"]) if all(record.get(key) == value for key, value in now.items()) else {}
-    files = {file for file, _, _ in _collected}
-    kept = {test: outcome for test, outcome in old.items() if test in _collected or test[0] not in files}
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    RECORD.write_text(json.dumps(now | {"date": date, "tests": nested(merged(kept, _outcomes))}, indent=1) + "\n")
+    with RECORD.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another part may end now
+        record = json.load(file)
+        old = flat(record["tests"]) if all(record.get(key) == value for key, value in now.items()) else {}
+        files = {name for name, _, _ in _collected}
+        kept = {test: outcome for test, outcome in old.items() if test in _collected or test[0] not in files}
+        text = json.dumps(now | {"date": date, "tests": nested(merged(kept, _outcomes))}, indent=1) + "\n"
+        file.seek(0)
+        file.truncate()
+        file.write(text)

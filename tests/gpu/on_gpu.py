@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -138,15 +139,16 @@ def row_name(row: variants.Row) -> str:
     return f"{row.family}-{row.head_dim}-{row.config.tile}" + "-options" * row.options
 
 
+def forget() -> None:
+    """Empty the caches of the modules that plan, so that each call is planned anew."""
+    for cached in (*vars(api).values(), *vars(backward).values(), *vars(plan).values()):
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+
+
 @contextlib.contextmanager
 def only(*rows: variants.Row, table: str = "FORWARD") -> Iterator[None]:
-    """Calls choose among these rows alone; the caches of the modules that plan are emptied, so that each call is planned anew."""
-
-    def forget() -> None:
-        for cached in (*vars(api).values(), *vars(backward).values(), *vars(plan).values()):
-            if hasattr(cached, "cache_clear"):
-                cached.cache_clear()
-
+    """Calls choose among these rows alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, table, rows)
         forget()
@@ -154,6 +156,33 @@ def only(*rows: variants.Row, table: str = "FORWARD") -> Iterator[None]:
             yield
         finally:
             forget()
+
+
+@contextlib.contextmanager
+def few_sms(num_sms: int) -> Iterator[list[plan.Plan]]:
+    """Calls are planned for a GPU of so few SMs that the blocks of small calls, too, take tile after tile; the list gets each plan."""
+    planned: list[plan.Plan] = []
+
+    def for_few(choose: Callable[..., plan.Plan]) -> Callable[..., plan.Plan]:
+        def chosen(problem: Any, spec: device.DeviceSpec) -> plan.Plan:
+            planned.append(choose(problem, dataclasses.replace(spec, num_sms=num_sms)))
+            return planned[-1]
+
+        return chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("forward", "backward"):
+            patch.setattr(plan, name, for_few(getattr(plan, name).__wrapped__))  # without its cache, which `only` could not empty
+        forget()
+        try:
+            yield planned
+        finally:
+            forget()
+
+
+def grids(planned: Iterable[plan.Plan], family: str) -> set[int]:
+    """How many blocks the kernels of a family were launched with."""
+    return {step.grid[0] for p in planned for step in p.steps if step.variant.family == family}
 
 
 def fits(row: variants.Row) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
-from on_gpu import LIBRARIES, TORCH, Move  # noqa: E402
+from on_gpu import LIBRARIES, TORCH, Move, few_sms  # noqa: E402
 
 import cupyflash  # noqa: E402
 
@@ -98,6 +98,47 @@ def test_kf_092_a_replay_reads_what_the_arrays_hold_then(rng: np.random.Generato
     assert move.back(captured).tobytes() == move.attention(*values[:3], causal=True, seqused_k=everything).tobytes()
 
 
+def backward_inputs(rng: np.random.Generator, head_dim: int) -> list[np.ndarray]:
+    """dout, q, k, v, out and lse."""
+    dout, q, k, v = rng.standard_normal((4, 2, 300, 4, head_dim)).astype(np.float16)
+    out, lse, _ = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    return [dout, q, k, v, out, lse]
+
+
+def same_gradients(move: Move, grads: Any, expected: Any, deterministic: bool) -> None:
+    """dk and dv are added up in one order, and dq where that is asked for; else its sums may end in another rounding."""
+    dq, dk, dv = (move.back(grad) for grad in grads[:3])
+    assert (dk.tobytes(), dv.tobytes()) == (move.back(expected.dk).tobytes(), move.back(expected.dv).tobytes())
+    room = 0 if deterministic else 2e-3
+    np.testing.assert_allclose(dq.astype(np.float32), move.back(expected.dq).astype(np.float32), rtol=room, atol=room)
+
+
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (128, False), (192, False), (128, True)])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_kf_092_a_replay_of_a_backward(rng: np.random.Generator, library: str, head_dim: int, deterministic: bool) -> None:
+    """Sums of dq and the count of tiles begin at 0 in each replay: twice in a row, and again after each change of the arrays."""
+    move = Move(library)
+    options = {"causal": True, "deterministic": deterministic}
+    arrays = move(*backward_inputs(rng, head_dim))
+    graph = Graph(library)
+    with few_sms(5):  # blocks that ask for tile after tile
+        grads = cupyflash.attention_backward(*arrays, **options)  # loads the kernels
+        results = dict(zip(("dq", "dk", "dv"), grads[:3], strict=True))
+        if library == "cupy":
+            with graph.stream:  # CuPy's pool may not grow in a capture, and keeps its blocks by stream
+                cupyflash.attention_backward(*arrays, **options, **results)
+        graph.capture(lambda: cupyflash.attention_backward(*arrays, **options, **results))
+        for _ in range(3):
+            for array, new in zip(arrays, backward_inputs(rng, head_dim), strict=True):
+                overwrite(move, array, new)
+            expected = cupyflash.attention_backward(*arrays, **options)
+            for _ in range(2):
+                for grad in results.values():
+                    overwrite(move, grad, np.full(grad.shape, np.nan, np.float16))
+                graph.replay()
+                same_gradients(move, grads, expected, deterministic)
+
+
 FIRST = """
 import cupyflash, torch
 import numpy as np
@@ -145,6 +186,22 @@ def test_kf_093_a_kernel_that_is_not_loaded_yet(rng: np.random.Generator, librar
     graph.capture(lambda: cupyflash.attention(*arrays, **options))
     graph.replay()
     np.testing.assert_array_equal(move.back(out), move.attention(*values, softcap=3.0, sink=np.zeros(2, np.float32)))
+
+
+def test_kf_093_kernels_of_a_backward_that_are_not_loaded_yet(rng: np.random.Generator) -> None:
+    """Nothing else here asks for dk and dv alone of heads so wide."""
+    move, graph = Move("torch"), Graph("torch")
+    arrays = move(*backward_inputs(rng, 232))
+
+    def backward() -> Any:
+        return cupyflash.attention_backward(*arrays, causal=True, wrt=("k", "v"))
+
+    with pytest.raises(cupyflash.StateError, match=r"not loaded yet.*before the capture"):
+        graph.capture(backward)
+    expected, graph = backward(), Graph("torch")
+    captured = graph.capture(backward)
+    graph.replay()
+    assert [move.back(grad).tobytes() for grad in captured[1:3]] == [move.back(grad).tobytes() for grad in expected[1:3]]
 
 
 @pytest.mark.parametrize("vector", ["alibi_slopes", "seqused_k", "seqused_q"])

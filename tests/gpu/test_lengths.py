@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 from judge import standard_attention
-from on_gpu import Move, agrees, compile_ahead, fits, needs, only, row_name
+from on_gpu import Move, agrees, compile_ahead, few_sms, fits, grids, needs, only, row_name
 
 import cupyflash
 from cupyflash import device, plan, variants
@@ -77,6 +77,22 @@ def test_kf_072_lengths_around_the_blocks_of_each_row(row: Row, dtype: str, rng:
             if row.causal and sq == 1:  # to a single query no key is in the future: no call for this row
                 continue
             agrees(move, q, k, v, name=f"D={d} Dv={dv} Sq={sq} Sk={sk} {options}", **options)
+
+
+@pytest.mark.parametrize(("row", "dtype"), [p for p in EACH_ROW if p.values[0].arch and "bfloat16" in p.values])
+def test_blocks_that_take_tile_after_tile(row: Row, dtype: str, rng: np.random.Generator) -> None:
+    """Two heads of two batches by two blocks: all buffers used many times, and tiles among the others in which no row sees a key."""
+    needs(row)
+    move, (d, dv) = Move("cupy"), row.head_dims
+    block_m, block_n = blocks(row)
+    with few_sms(2) as planned, only(row):
+        for options, (sq, sk) in itertools.product(options_of(row), ((1, PRIME), (block_m + 1, 1), (PRIME, block_n - 1), (PRIME, PRIME))):
+            if row.causal and sq == 1:
+                continue
+            shapes = (2, sq, 2, d), (2, sk, 1, d), (2, sk, 1, dv)
+            q, k, v = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
+            agrees(move, q, k, v, name=f"Sq={sq} Sk={sk} {options}", **options)
+    assert grids(planned, "fwd_sm90") == {2}
 
 
 def scores(kind: str, sk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
-from on_gpu import LIBRARIES, TORCH, Move, agrees  # noqa: E402
+from on_gpu import LIBRARIES, TORCH, Move, agrees, few_sms  # noqa: E402
 
 import cupyflash  # noqa: E402
 from cupyflash import jit  # noqa: E402
@@ -72,6 +73,43 @@ def test_kf_097_four_threads_of_two_hundred_calls(rng: np.random.Generator, libr
     for n, outs in enumerate(results):
         for turn, out in enumerate(outs):
             assert move.back(out).tobytes() == expected[(n + turn) % 4].tobytes(), (n, turn)
+
+
+def stream_of(library: str) -> contextlib.AbstractContextManager[Any]:
+    """A new stream of the library as the current one of this thread."""
+    if library == "cupy":
+        stream: contextlib.AbstractContextManager[Any] = cupy.cuda.Stream(non_blocking=True)
+        return stream
+    torch = pytest.importorskip("torch", reason=TORCH)
+    return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_kf_097_backward_of_eight_threads_on_streams_of_their_own(rng: np.random.Generator, library: str) -> None:
+    """Sums of dq and counts of tiles are each call's own."""
+    move, cases = Move(library), []
+    for n in range(4):
+        dout, q, k, v = rng.standard_normal((4, 1, 150 + 100 * n, 4, (64, 128, 64, 192)[n])).astype(np.float16)
+        out, lse, _ = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+        cases.append(move(dout, q, k, v, out, lse))
+    start = threading.Barrier(8)
+
+    def calls(n: int) -> list[Any]:
+        start.wait()
+        with stream_of(library):
+            grads = [cupyflash.attention_backward(*cases[(n + turn) % 4], causal=True) for turn in range(40)]
+            return [[move.back(grad) for grad in each[:3]] for each in grads]
+
+    with few_sms(3):
+        expected = [[move.back(grad) for grad in cupyflash.attention_backward(*arrays, causal=True)[:3]] for arrays in cases]
+        cupy.cuda.runtime.deviceSynchronize()
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(calls, range(8)))
+    for n, turns in enumerate(results):
+        for turn, (dq, dk, dv) in enumerate(turns):
+            want = expected[(n + turn) % 4]
+            assert (dk.tobytes(), dv.tobytes()) == (want[1].tobytes(), want[2].tobytes()), (n, turn)
+            np.testing.assert_allclose(dq.astype(np.float32), want[0].astype(np.float32), rtol=2e-3, atol=2e-3, err_msg=f"{n} {turn}")
 
 
 def child(script: str) -> str:
