@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import pytest
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
 from cupyflash.problem import AttentionProblem, BackwardProblem
-from cupyflash.variants import BACKWARD, FORWARD, PLAIN, BwdConfig, BwdSm90Config, FwdConfig, Row, Variant
+from cupyflash.variants import BACKWARD, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -51,21 +51,29 @@ class Compiled(NamedTuple):
 
 
 def cases(row: Row) -> Iterator[Case]:
-    """Without a flag, under a causal mask, and with all that the row serves: fp16 and bf16, but fp16 of the backward, which has other names
-    of instructions only, for two architectures; float32 and float64 for one."""
+    """Without a flag, under a causal mask, and with all that the row serves."""
     masks = [("causal",) if row.causal else ()]
     flags = (*ALL, "unaligned") if isinstance(row.config, FwdConfig | BwdConfig) else ALL
     if not row.options:
         windows = "local" in PLAIN[row.family] and row.causal is not False  # never with a causal mask
         flags = tuple(sorted(PLAIN[row.family] - {"sink", "causal" if windows or row.causal is False else "", "" if windows else "local"}))
         masks += [("causal",)] if windows and row.causal is None else []
-    for arch in KNOWN:
-        for dtype in row.dtypes:
+    for dtype in row.dtypes:
+        for arch in archs(row, dtype):
             for chosen in (*masks, flags):
                 variant = Variant(row.family, dtype, *row.head_dims, chosen, row.config)
-                wanted = dtype == "bfloat16" or (dtype == "float16" and (row in FORWARD or arch == "80")) or arch == "90a"
-                if wanted and serves(row, variant, arch):
-                    yield from (Case(form, arch) for form in forms(variant, row))
+                if serves(row, variant, arch):
+                    yield from (Case(form, arch) for form in forms(variant, row, arch))
+
+
+def archs(row: Row, dtype: str) -> Iterable[str]:
+    """fp16 and bf16 for each, float32 and float64 for one. Of the backward also fp16 for one, since it has other names of instructions
+    only, and nothing for sm_89, whose code is that of sm_86."""
+    if dtype in ("float32", "float64"):
+        return ("90a",)
+    if row in FORWARD:
+        return KNOWN
+    return (row.arch or "80",) if dtype == "float16" else [arch for arch in KNOWN if arch != "89"]
 
 
 def serves(row: Row, variant: Variant, arch: str) -> bool:
@@ -86,34 +94,35 @@ def serves(row: Row, variant: Variant, arch: str) -> bool:
     return runs(row)
 
 
-def forms(variant: Variant, row: Row) -> Iterator[Variant]:
-    """The kernels that a row may launch. Of the tiled backward: with dq and without, its rounding, dq alone, and the gradient of a bias."""
-    yield variant
-    if isinstance(row.config, BwdConfig | BwdSm90Config):
-        yield plan.rounding(variant)
-    if isinstance(row.config, BwdConfig):
-        yield variant._replace(flags=tuple(sorted((*variant.flags, "dq"))))
-        dq, dbias = plan.companions(variant, row)
-        yield from (dq, dbias) if "bias" in variant.flags else (dq,)
+def forms(variant: Variant, row: Row, arch: str) -> Iterator[Variant]:
+    """The kernels that a row may launch. Of the tiled backward: dk and dv with dq; without it, for one architecture, as that has less to
+    hold; dq alone; and the gradient of a bias."""
+    if not isinstance(row.config, BwdConfig):
+        yield variant
+        return
+    yield variant._replace(flags=tuple(sorted((*variant.flags, "dq"))))
+    if arch == "80" and variant.dtype == "bfloat16":
+        yield variant
+    dq, dbias = plan.companions(variant, row)
+    yield from (dq, dbias) if "bias" in variant.flags else (dq,)
 
 
-def around(row: Row) -> Iterator[Case]:
-    """What runs before and after the simple kernel of the backward, and tiled ones: with and without options, for one architecture."""
+def around() -> Iterator[Case]:
+    """What runs before and after the kernels of the backward's rows: with and without options, of each width, for one architecture."""
     options = {"alibi": True, "bias": "float32", "sink": "float32", "seqused_k": True, "aligned16": False}
-    for dtype in row.dtypes:
-        for given, wrt in (({}, ("q",)), (options, ("q", "alibi_slopes", "sink"))):
-            p = AttentionProblem(dtype, dtype, 1, 8, 8, 1, 1, 64, 64, 0.125, **given)  # type: ignore[arg-type]
-            for step in plan.backward(BackwardProblem(p, wrt), KNOWN["90a"]).steps:
-                if step.variant.family != row.family:
-                    yield Case(step.variant, "90a")
-                if step.variant.family == "bwd_delta":
-                    yield from (Case(step.variant._replace(head_dim=d, head_dim_v=d), "90a") for d in (128, 256))
+    for dtype in BACKWARD[-1].dtypes:
+        for given, wrt in (({}, ("q", "k")), (options, ("q", "alibi_slopes", "sink"))):
+            for d in sorted({row.head_dim for row in BACKWARD}):
+                p = AttentionProblem(dtype, dtype, 1, 8, 8, 1, 1, d, d, 0.125, **given)  # type: ignore[arg-type]
+                for step in plan.backward(BackwardProblem(p, wrt), KNOWN["90a"]).steps:
+                    if step.variant.family in ("bwd_delta", "bwd_convert", "bwd_sum"):
+                        yield Case(step.variant, "90a")
 
 
 CASES = [
     pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}")
     for row in (*FORWARD, *BACKWARD)
-    for case in (*cases(row), *(around(row) if row is BACKWARD[-1] else ()))
+    for case in (*cases(row), *(dict.fromkeys(around()) if row is BACKWARD[-1] else ()))
 ]
 
 

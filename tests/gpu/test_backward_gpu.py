@@ -112,6 +112,8 @@ def kernels(request: pytest.FixtureRequest) -> None:
 
     with only(*variants.BACKWARD, table="BACKWARD"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "backward", noting)
+        patch.setattr(reference, "attention_backward", REFERENCE)  # they remember for the tests
+        patch.setattr(test_pairs_backward, "standard_gradients", STANDARD)
         for item in request.session.items:
             if item.path == request.path and (item.callspec.params["on_gpu"], item.callspec.params["kernel"]) == ("cupy", "chosen"):
                 wanted = inspect.signature(item.obj).parameters

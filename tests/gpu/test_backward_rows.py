@@ -101,39 +101,49 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def kernels(request: pytest.FixtureRequest) -> None:
     """Compile the kernels of all rows at once; what the pairs need is learnt by running them on the host."""
-    problems: dict[BackwardProblem, None] = {}
+    problems: dict[Any, set[BackwardProblem]] = {}
 
     def noting(problem: Any, spec: Any, choose: Any = plan.backward) -> Any:
-        problems[problem] = None
+        problems[alike].add(problem)
         return choose(problem, spec)
 
-    chosen = {item.callspec.params["row"] for item in request.session.items if item.path == request.path}
+    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    asked = {(given["row"], given.get("dtype", "float16")) for given in params}
+    with_cases = {cases_of(row, dtype): row if row.arch else row._replace(head_dim=256) for row, dtype in asked}
     with only(*variants.BACKWARD, table="BACKWARD"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "backward", noting)
-        some = {row.options: row for row in variants.BACKWARD if not row.arch}  # one without options, one with
-        for row, dtype in itertools.product((*[row for row in variants.BACKWARD if row.arch], *some.values()), DTYPES):
-            for case in cases(row if row.arch else row._replace(head_dim=256), dtype):
+        patch.setattr(reference, "attention_backward", REFERENCE)  # they remember for the tests
+        patch.setattr(test_pairs_backward, "standard_gradients", STANDARD)
+        for alike, row in with_cases.items():
+            problems[alike] = set()
+            for case in cases(row, alike[1]):
                 with contextlib.suppress(Exception, pytest.fail.Exception):
                     test_pairs_backward.test_gradients_of_pair(case, case_rng(case))
     found = set()
-    for row in filter(fits, chosen):
-        for dtype, d in itertools.product(DTYPES, head_dims(row)):
-            p = AttentionProblem(dtype, dtype, 1, PRIME, PRIME, 2, 1, d, d, 1.0, aligned16=d * ITEMSIZE[dtype] % 16 == 0)
-            masks = (p, p._replace(window_right=0), *([p._replace(window_left=40, window_right=9)] if row.arch else []))
-            problems |= {BackwardProblem(mask, ("q", "k", "v"), deterministic=asked): None for mask in masks for asked in ways(row)}
-        with only(row, table="BACKWARD"):
-            for problem in (*problems, *of_all_options(row)):
-                with contextlib.suppress(cupyflash.UnsupportedError):  # wider than the row, or an option that it does not serve
-                    found |= {step.variant for step in plan.backward(problem, device.query(0)).steps}
+    for row, dtype in asked:
+        if fits(row):
+            with only(row, table="BACKWARD"):
+                for problem in (*problems[cases_of(row, dtype)], *problems_of(row, dtype)):
+                    with contextlib.suppress(cupyflash.UnsupportedError):  # wider than the row, or an option that it does not serve
+                        found |= {step.variant for step in plan.backward(problem, device.query(0)).steps}
     compile_ahead(found)
 
 
-def of_all_options(row: Row) -> Iterator[BackwardProblem]:
-    """Those of the test of equal bits."""
-    for dtype in DTYPES if row.options else ():
-        p = AttentionProblem(dtype, dtype, 2, 9, 9, 4, 2, row.head_dim, row.head_dim, 1.0, 5.0, window_right=0, alibi=True)
-        given = p._replace(bias="float32", sink="float32")
-        yield BackwardProblem(given, ALL, deterministic=True, bias_shape=(1, 4, 9, 1))
+def cases_of(row: Row, dtype: str) -> tuple[Any, str]:
+    """Equal for rows that have the same cases, but for those too wide."""
+    return row if row.arch else row.options, dtype
+
+
+def problems_of(row: Row, dtype: str) -> Iterator[BackwardProblem]:
+    """Those of the other tests: masks at both widths, and all options."""
+    for d in head_dims(row):
+        p = AttentionProblem(dtype, dtype, 1, PRIME, PRIME, 2, 1, d, d, 1.0, aligned16=d * ITEMSIZE[dtype] % 16 == 0)
+        masks = (p, p._replace(window_right=0), *([p._replace(window_left=40, window_right=9)] if row.arch else []))
+        yield from (BackwardProblem(mask, ("q", "k", "v"), deterministic=asked) for mask in masks for asked in ways(row))
+    if row.options:
+        p = p._replace(head_dim=row.head_dim, head_dim_v=row.head_dim, aligned16=True, window_right=0)
+        p = p._replace(softcap=5.0, alibi=True, bias="float32", sink="float32")
+        yield BackwardProblem(p, ALL, deterministic=True, bias_shape=(1, 2, PRIME, 1))
 
 
 @each_row

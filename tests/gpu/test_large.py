@@ -110,8 +110,8 @@ def test_kf_065_batches_more_than_2_to_31_elements_apart(rng: np.random.Generato
 
 # --- gradients -------------------------------------------------------------------------------------------------------------------------
 
-# Of the root mean square error by that of the result: rounding P, dS and the result costs 2^-11.7 and 2^-8.7, in single rows up to 1.4 times
-# that.
+# Of the root mean square error by that of the result: rounding P, dS and the result costs 2^-11.7 and 2^-8.7, in single rows up to 1.4
+# times that.
 ROOM = {"float16": 2**-10.5, "bfloat16": 2**-7.5}
 
 
