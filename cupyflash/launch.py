@@ -33,10 +33,14 @@ class Packing:
         self.memory = ctypes.c_char * (self.content.size + 63)  # maps must start at a multiple of 64
 
 
-def maps_of(plan: Plan, operands: Mapping[str, Any]) -> tuple[bytes, tuple[int, ...]]:
+def maps_of(plan: Plan, operands: Mapping[str, Any], device_id: int) -> tuple[bytes, tuple[int, ...]]:
     """The tensor maps of a plan, for all of its kernels that have any, and where in the struct their addresses are."""
     boxes = next((step.boxes for step in plan.steps if step.boxes), ())
-    return b"".join(tensormap.encode(operands[name], rows) for name, rows in boxes), tuple(params.offset_of(name) for name, _ in boxes)
+    if not boxes:
+        return b"", ()
+    with on_device(device_id):  # in a thread that has no context yet the driver would refuse to encode
+        maps = b"".join(tensormap.encode(operands[name], rows) for name, rows in boxes)
+    return maps, tuple(params.offset_of(name) for name, _ in boxes)
 
 
 Queue = Callable[..., None]  # (addresses as `pointers` packs them, the packed addresses between the numbers)

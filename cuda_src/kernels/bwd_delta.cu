@@ -35,23 +35,13 @@ __device__ inline void zero_sums(const BackwardParams& p, int b, int h, int row)
   }
 }
 
-// Scope: thread. 16 bytes at once, or one element.
-template <class Out, int kCount>
-__device__ inline void load_chunk(Elements<Out, kCount>& r, const Out* g) {
-  if constexpr (kCount == 1) {
-    r.x[0] = *g;
-  } else {
-    global_load_16(reinterpret_cast<unsigned (&)[4]>(r), g);
-  }
-}
-
 // dO . O of the rows row, row + kAtOnce, ..., each in its lanes. A lane whose row is not among the `used` ones, or that has no column,
 // reads another one for nothing: that takes less than to choose zeros.
 template <class C, class Acc>
 __device__ inline void dot_rows(const BackwardParams& p, int b, int h, int row, int used, Acc (&rDot)[Lanes<C>::kPasses]) {
   using Out = typename C::Out;
   using L = Lanes<C>;
-  constexpr int kElements = C::kUnaligned ? 1 : 16 / sizeof(Out);
+  constexpr int kElements = 16 / sizeof(Out);
   const ForwardParams& f = p.forward;
   const int lane = threadIdx.x % L::kLanes, first = min(row, max(used - 1, 0));
   const long long stride_dim = C::kUnaligned ? p.dout_stride_dim : 1;
@@ -62,22 +52,38 @@ __device__ inline void dot_rows(const BackwardParams& p, int b, int h, int row, 
     const int chunk = (n * L::kLanes + lane) * kElements;
     const int d = chunk < f.head_dim_v ? chunk : 0;
     const Out *gO_i = gO + d, *gdO_i = gdO + d * stride_dim;
-    Elements<Out, kElements> rO[L::kPasses], rdO[L::kPasses];
-#pragma unroll
-    for (int m = 0; m < L::kPasses; ++m) {
-      load_chunk(rO[m], gO_i);
-      load_chunk(rdO[m], gdO_i);
+    auto advance = [&](int m) {
       if (first + (m + 1) * L::kAtOnce < used) {
         gO_i += L::kAtOnce * f.out_stride_seq;
         gdO_i += L::kAtOnce * p.dout_stride_seq;
       }
-    }
+    };
+    if constexpr (C::kUnaligned) {  // one by one, in the same order: the same sum bit by bit
+#pragma unroll 1
+      for (int m = 0; m < L::kPasses; ++m) {
+        Acc dot = 0;
+        for (int e = 0; e < kElements && chunk + e < f.head_dim_v; ++e) {
+          dot += static_cast<Acc>(widen(gdO_i[e * stride_dim])) * static_cast<Acc>(widen(gO_i[e]));
+        }
 #pragma unroll
-    for (int m = 0; m < L::kPasses; ++m) {
-      Acc dot = 0;
+        for (int other = 0; other < L::kPasses; ++other) rDot[other] += m == other ? dot : Acc(0);
+        advance(m);
+      }
+    } else {
+      Elements<Out, kElements> rO[L::kPasses], rdO[L::kPasses];
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) dot += static_cast<Acc>(widen(rdO[m].x[e])) * static_cast<Acc>(widen(rO[m].x[e]));
-      if (chunk < f.head_dim_v) rDot[m] += dot;
+      for (int m = 0; m < L::kPasses; ++m) {
+        global_load_16(reinterpret_cast<unsigned (&)[4]>(rO[m]), gO_i);
+        global_load_16(reinterpret_cast<unsigned (&)[4]>(rdO[m]), gdO_i);
+        advance(m);
+      }
+#pragma unroll
+      for (int m = 0; m < L::kPasses; ++m) {
+        Acc dot = 0;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) dot += static_cast<Acc>(widen(rdO[m].x[e])) * static_cast<Acc>(widen(rO[m].x[e]));
+        if (chunk < f.head_dim_v) rDot[m] += dot;
+      }
     }
   }
 #pragma unroll

@@ -56,6 +56,21 @@ def test_kf_097_threads_agree_and_each_kernel_is_loaded_once(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_kf_097_a_first_call_in_a_thread_that_has_no_context(rng: np.random.Generator, library: str) -> None:
+    """The driver encodes no tensor map there; nothing else here has this length."""
+    move, values = Move(library), rng.standard_normal((4, 1, 83, 2, 64)).astype(np.float16)
+
+    def call() -> tuple[Any, ...]:
+        q, k, v, dout = move(*values)
+        out, lse, _ = cupyflash.attention(q, k, v, return_lse=True)
+        return (*map(move.back, (out, *cupyflash.attention_backward(dout, q, k, v, out, lse)[:3])),)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        there = pool.submit(call).result()
+    assert [x.tobytes() for x in there] == [x.tobytes() for x in call()]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_kf_097_four_threads_of_two_hundred_calls(rng: np.random.Generator, library: str) -> None:
     """Each thread's parameters are its own: with shared ones a call would read another's shapes and addresses."""
     move = Move(library)
