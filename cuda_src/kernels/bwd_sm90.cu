@@ -140,12 +140,12 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     unsigned rP[C::kBlockM / 16][4], rdS[C::kBlockM / 16][4];
     pack_left<Element>(rP, rS);
     pack_left<Element>(rdS, rdP);
-#pragma unroll
-    for (int t = 0; t < C::kBlockM / 16; ++t) stmatrix_x4_trans(sdS + ds_place + t * 16 * 128, rdS[t]);
-    fence_async_proxy();
     wgmma_fence();
     issue_pv<Element, C::kBlockM, C::kHeadDimV>(rdV, rP, sdO, 1);
     wgmma_commit();
+#pragma unroll
+    for (int t = 0; t < C::kBlockM / 16; ++t) stmatrix_x4_trans(sdS + ds_place + t * 16 * 128, rdS[t]);
+    fence_async_proxy();  // waits for the stores, under dV
     named_barrier_sync(1, 256);  // dS of both warpgroups is there, and both have done with the other buffer
     float rdQ[1][Tiles::kCount][4];
     wgmma_fence();
