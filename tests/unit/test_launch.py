@@ -80,6 +80,8 @@ class Gpu:
 
     # Of libcuda. A map begins with the address; what it was encoded from follows.
     def cuTensorMapEncodeTiled(self, place: Any, *given: Any) -> int:  # noqa: N802
+        if not self.ctxGetCurrent():
+            return 201  # CUDA_ERROR_INVALID_CONTEXT
         shape, strides = (np.array(array[:], np.uint64).tobytes() for array in given[3:5])
         ctypes.memmove(place, (bytes(8) + shape + strides).ljust(MAP, b"."), MAP)
         return 0
@@ -251,15 +253,32 @@ def test_a_thread_without_a_context_gets_one_once(gpu: Gpu) -> None:
     assert len(gpu.launches) == 4
 
 
+def test_a_first_call_in_a_thread_without_a_context(gpu: Gpu) -> None:
+    """The driver encodes no tensor map there."""
+    failures: list[Exception] = []
+
+    def call() -> None:
+        try:
+            cupyflash.attention(*make())
+        except Exception as e:
+            failures.append(e)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert failures == []
+    assert len(gpu.launches) == 1
+
+
 def test_another_current_device_is_left_as_it_was(gpu: Gpu) -> None:
     gpu.here.context = 103
     for _ in range(2):
         cupyflash.attention(*make())
-    assert (gpu.bound, gpu.ctxGetCurrent()) == ([0, 0], 103)
+    assert (gpu.bound, gpu.ctxGetCurrent()) == ([0, 0, 0], 103)  # the first call encodes maps besides
     gpu.here.context = 55  # of somebody else, and of device 0
     cupyflash.attention(*make())
     cupyflash.attention(*make())
-    assert (gpu.bound, gpu.ctxGetCurrent()) == ([0, 0], 55)
+    assert (gpu.bound, gpu.ctxGetCurrent()) == ([0, 0, 0], 55)
     gpu.fails = True
     gpu.here.context = 103
     with pytest.raises(LaunchError):
