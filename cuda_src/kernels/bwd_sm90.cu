@@ -102,6 +102,7 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
   using M = Smem<C>;
   using Tiles = QueryTiles<C>;
   constexpr bool kByRows = Tiles::kByRows;
+  constexpr bool kVectorsAhead = C::kBlockM == 64;
   const ForwardParams& f = p.forward;
   const int g = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int key = w.key + 64 * g + 16 * warp;  // the warp's first
@@ -124,16 +125,18 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     wgmma_fence();
     issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, own_v, sdO);
     wgmma_commit();
+    const ColumnVector<C, kVectorsAhead> reference(smem.reference[stage]);
     wgmma_wait<1>();
     if (w.is_full(rows.i)) {
-      weights_step<C, false>(f, w.s, key, row, rS, smem.reference[stage]);
+      weights_step<C, false>(f, w.s, key, row, rS, reference);
     } else {
-      weights_step<C, true>(f, w.s, key, row, rS, smem.reference[stage]);
+      weights_step<C, true>(f, w.s, key, row, rS, reference);
     }
+    const ColumnVector<C, kVectorsAhead> delta(smem.delta[stage]);
     wgmma_wait<0>();
 #pragma unroll
     for (int t = 0; t < C::kBlockM / 8; ++t) {
-      const float2 of = *reinterpret_cast<const float2*>(smem.delta[stage] + 8 * t + 2 * (lane % 4));
+      const float2 of = delta[t];
 #pragma unroll
       for (int e = 0; e < 4; ++e) rdP[0][t][e] = rS[0][t][e] * (rdP[0][t][e] - (e % 2 ? of.y : of.x));
     }
@@ -145,7 +148,7 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     wgmma_commit();
 #pragma unroll
     for (int t = 0; t < C::kBlockM / 16; ++t) stmatrix_x4_trans(sdS + ds_place + t * 16 * 128, rdS[t]);
-    fence_async_proxy();  // waits for the stores, under dV
+    fence_async_proxy();         // waits for the stores, under dV
     named_barrier_sync(1, 256);  // dS of both warpgroups is there, and both have done with the other buffer
     float rdQ[1][Tiles::kCount][4];
     wgmma_fence();

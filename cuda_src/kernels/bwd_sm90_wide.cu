@@ -105,9 +105,9 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
     const int row = rows.i * C::kBlockM, first = row + 16 * warp;
     wgmma_wait<1>();  // S
     if (w.is_full(rows.i)) {
-      weights_step<C, false>(f, w.s, w.key + 16 * warp, row, rS, smem.reference[stage]);
+      weights_step<C, false>(f, w.s, w.key + 16 * warp, row, rS, ColumnVector<C, false>(smem.reference[stage]));
     } else {
-      weights_step<C, true>(f, w.s, w.key + 16 * warp, row, rS, smem.reference[stage]);
+      weights_step<C, true>(f, w.s, w.key + 16 * warp, row, rS, ColumnVector<C, false>(smem.reference[stage]));
     }
 #pragma unroll
     for (int t = 0; t < C::kBlockM / 8; ++t) smem.weights[t][thread] = float4{rS[0][t][0], rS[0][t][1], rS[0][t][2], rS[0][t][3]};
