@@ -74,7 +74,8 @@ def attention_backward(
         In GPU memory all but dq of 16-bit inputs always are; that is added up by atomics or, with True, computed by a kernel of its own:
         seven matrix products in place of five.
     dq, dk, dv : arrays for these gradients, returned as such; as `out` of `attention`, and not overlapping each other.
-    stream : as in `attention`.
+    stream : as in `attention`. In the capture of a CUDA graph of CuPy's the call keeps its workspaces, 4 bytes an element of q and some a
+        row, until the process ends.
 
     Returns
     -------
@@ -131,6 +132,8 @@ def attention_backward(
             _run_on_host(call, views, results)
         else:
             workspaces = {name: _made(*made, like) for name, made in call.workspaces.items()}
+            if like.library != "torch" and arrays.is_capturing(like):
+                _captured.append(workspaces)
             addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"])
             call.queue(tuple(addresses), params.backward_pointers({**views, **results, **workspaces}))
     return Gradients(
@@ -188,6 +191,11 @@ _New = tuple[ArrayView, Allocator]  # an array to be made for each call, and wha
 def _made(view: ArrayView, allocate: Allocator, like: ArrayView) -> ArrayView:
     ptr, owner = allocate(like.owner)
     return view._replace(ptr=ptr, owner=owner)
+
+
+# Workspaces of captured calls, for good: CuPy's pool would give their memory away while replays still write there. (PyTorch's graphs have
+# pools of their own.)
+_captured: list[dict[str, ArrayView]] = []
 
 
 class _Call(NamedTuple):

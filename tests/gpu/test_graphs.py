@@ -139,6 +139,19 @@ def test_kf_092_a_replay_of_a_backward(rng: np.random.Generator, library: str, h
                 same_gradients(move, grads, expected, deterministic)
 
 
+def test_kf_092_the_workspaces_of_a_captured_backward_are_nobody_elses(rng: np.random.Generator) -> None:
+    """CuPy's pool keeps blocks by stream and size, and would give them away once the call has returned."""
+    move, graph = Move("cupy"), Graph("cupy")
+    arrays = move(*backward_inputs(rng, 128))
+    with graph.stream:
+        results = dict(zip(("dq", "dk", "dv"), cupyflash.attention_backward(*arrays, causal=True)[:3], strict=True))
+    graph.capture(lambda: cupyflash.attention_backward(*arrays, causal=True, **results))
+    with graph.stream:
+        others = [cupy.full(num_bytes, 7, np.uint8) for num_bytes in (4, 9600, 2 * 4 * 320 * 128 * 4) for _ in range(8)]
+    graph.replay()
+    assert all(bool((other == 7).all()) for other in others)
+
+
 FIRST = """
 import cupyflash, torch
 import numpy as np
