@@ -112,7 +112,6 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
   using M = Smem<C>;
   using Tiles = QueryTiles<C>;
   constexpr bool kByRows = Tiles::kByRows;
-  constexpr bool kVectorsAhead = C::kBlockM == 64;
   const ForwardParams& f = p.forward;
   const int g = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int key = w.key + 64 * g + 16 * warp;  // the warp's first
@@ -135,18 +134,18 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     wgmma_fence();
     issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, own_v, sdO);
     wgmma_commit();
-    const ColumnVector<C, kVectorsAhead> reference(smem.reference[stage]);
+    const ColumnVector<C> reference(smem.reference[stage]);
     wgmma_wait<1>();
     if (w.is_full(rows.i)) {
       weights_step<C, false>(f, w.s, key, row, rS, reference);
     } else {
       weights_step<C, true>(f, w.s, key, row, rS, reference);
     }
-    const ColumnVector<C, kVectorsAhead> delta(smem.delta[stage]);
+    const ColumnVector<C> delta(smem.delta[stage]);
     wgmma_wait<0>();
 #pragma unroll
     for (int t = 0; t < C::kBlockM / 8; ++t) {
-      const float2 of = delta[t];
+      const float2 of = delta.r[t];
 #pragma unroll
       for (int e = 0; e < 4; ++e) rdP[0][t][e] = rS[0][t][e] * (rdP[0][t][e] - (e % 2 ? of.y : of.x));
     }

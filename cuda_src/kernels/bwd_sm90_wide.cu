@@ -103,7 +103,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
     const int stage = n % C::kStages, parity = n / C::kStages % 2;
     const int next = rows.left > 1 ? n + 1 : n;  // the last row block is multiplied again, and not looked at
     const int row = rows.i * C::kBlockM, first = row + 16 * warp;
-    const ColumnVector<C, true> reference(smem.reference[stage]);
+    const ColumnVector<C> reference(smem.reference[stage]);
     wgmma_wait<1>();  // S
     if (w.is_full(rows.i)) {
       weights_step<C, false>(f, w.s, w.key + 16 * warp, row, rS, reference);
@@ -166,14 +166,14 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
     const int next = rows.left > 1 ? n + 1 : n;  // the last row block is multiplied again, and not looked at
     const int first = rows.i * C::kBlockM + 16 * warp;
     mbarrier_wait(smem_address(&smem.q_full[stage]), parity);
-    const ColumnVector<C, true> delta(smem.delta[stage]);
+    const ColumnVector<C> delta(smem.delta[stage]);
     wgmma_wait<1>();  // dP
     release(smem.dout_empty[stage]);
     named_barrier_sync(kWeightsReady, 256);
 #pragma unroll
     for (int t = 0; t < C::kBlockM / 8; ++t) {
       const float4 weight = smem.weights[t][thread];
-      const float2 of = delta[t];
+      const float2 of = delta.r[t];
       rdP[0][t][0] = weight.x * (rdP[0][t][0] - of.x);
       rdP[0][t][1] = weight.y * (rdP[0][t][1] - of.y);
       rdP[0][t][2] = weight.z * (rdP[0][t][2] - of.x);

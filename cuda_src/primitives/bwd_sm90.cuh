@@ -120,26 +120,21 @@ __device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyW
   }
 }
 
-// Two neighbouring query rows' numbers for each 8 of them, as the lanes have the columns of S^T: read at once, before a wait, where the
-// loads that wait for shared memory lie under products; or, kAhead false, each when it is needed, where there are no registers.
-template <class C, bool kAhead>
+// Two neighbouring query rows' numbers for each 8 of them, as the lanes have the columns of S^T: read before a wait for products, since
+// loads queue for shared memory while products read it.
+template <class C>
 struct ColumnVector {
-  static constexpr int kCount = C::kBlockM / 8;
-  float2 r[kAhead ? kCount : 1];
-  const float* s;
-  __device__ explicit ColumnVector(const float* vector) : s(vector + threadIdx.x % 4 * 2) {
-    if constexpr (kAhead) {
+  float2 r[C::kBlockM / 8];
+  __device__ explicit ColumnVector(const float* vector) {
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) r[n] = *reinterpret_cast<const float2*>(s + 8 * n);
-    }
+    for (int n = 0; n < C::kBlockM / 8; ++n) r[n] = *reinterpret_cast<const float2*>(vector + 8 * n + threadIdx.x % 4 * 2);
   }
-  __device__ float2 operator[](int n) const { return kAhead ? r[kAhead ? n : 0] : *reinterpret_cast<const float2*>(s + 8 * n); }
 };
 
 // S^T becomes P^T: rows are keys, from `key` on, columns query rows, from `row` on.
-template <class C, bool kMasked, class Vector>
+template <class C, bool kMasked>
 __device__ inline void weights_step(const ForwardParams& f, const Sequence& s, int key, int row, float (&rS)[1][C::kBlockM / 8][4],
-                                    const Vector& reference) {
+                                    const ColumnVector<C>& reference) {
   const int lane = threadIdx.x % 32;
   const float scale_log2 = f.softmax_scale_log2;
   RowRange seen[2];  // the rows that see the lane's two keys
@@ -155,7 +150,7 @@ __device__ inline void weights_step(const ForwardParams& f, const Sequence& s, i
   }
 #pragma unroll
   for (int n = 0; n < C::kBlockM / 8; ++n) {
-    const float2 of = reference[n];
+    const float2 of = reference.r[n];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int column = 8 * n + e % 2;
