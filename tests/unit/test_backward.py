@@ -239,6 +239,9 @@ def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, monkeypatch: py
     monkeypatch.setattr(backward, "query", lambda device_id: KNOWN["90a"])
     monkeypatch.setattr(backward.launch, "check_process", lambda: None)
     monkeypatch.setattr(backward.arrays, "stream_reader", lambda like: lambda: 7)
+    capturing = iter((False, True))
+    monkeypatch.setattr(backward.arrays, "is_capturing", lambda like: next(capturing))
+    monkeypatch.setattr(backward, "_captured", [])
 
     def launcher(*given: Any) -> Any:
         return lambda *addresses: launched.append((*given, *addresses))
@@ -264,6 +267,9 @@ def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, monkeypatch: py
     assert [packed[f"dk_stride_{axis}"] for axis in ("batch", "seq", "head")] == [144, 8, 72]
     assert [packed[name] for name in ("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch")] == [1, 1, 6, 9, 2]
     assert (packed["window_right"], packed["seqlen_q"], packed["seqlen_k"]) == (0, 6, 9)
+    assert backward._captured == []
+    cupyflash.attention_backward(dout, q, k, v, out, lse, **options)  # captured: a replay writes to its workspaces again
+    assert [workspaces.keys() for workspaces in backward._captured] == [{"row_lse", "row_delta", "row_slope"}]
 
 
 # --- how it runs -----------------------------------------------------------------------------------------------------------------------
