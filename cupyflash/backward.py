@@ -257,7 +257,7 @@ def _prepare(
     for name, num_bytes in schedule.workspaces:
         made = arrays.fresh(like, (num_bytes,), "uint8")
         workspaces[name] = made, arrays.allocator(made, like)
-    numbers = params.numbers(problem.forward, operands, schedule.section), params.backward_numbers(problem, more)
+    numbers = params.numbers(problem.forward, operands, schedule.section), params.backward_numbers(problem, more, schedule.sum_width)
     maps = launch.maps_of(schedule, operands._asdict() | {"dout": more.dout}, like.device_id)
     packing = launch.Packing("Q" * len(params.pointers(operands, None)), numbers, params.BACKWARD.size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))

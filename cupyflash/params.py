@@ -40,7 +40,7 @@ _BACKWARD_NUMBERS = (
     *(f"dout_stride_{axis}" for axis in ("batch", "seq", "head", "dim")),
     *(f"{name}_stride_{axis}" for name in ("lse", "dlse") for axis in ("batch", "head", "seq")),
     *(f"{name}_stride_{axis}" for name in ("dq", "dk", "dv") for axis in ("batch", "seq", "head")),
-    *("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch"),
+    *("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch", "dq_sum_width"),
 )
 BACKWARD_FIELDS = (*FORWARD_FIELDS, *((name, "Q") for name in _BACKWARD_POINTERS), *((name, "q") for name in _BACKWARD_NUMBERS))
 BACKWARD = struct.Struct("<" + "".join(code for _, code in BACKWARD_FIELDS))
@@ -101,8 +101,8 @@ def backward_pointers(buffers: Mapping[str, Any]) -> bytes:
     return _POINTERS_OF_BACKWARD.pack(*(0 if (view := buffers.get(name)) is None else view.ptr for name in _BACKWARD_POINTERS))
 
 
-def backward_numbers(p: BackwardProblem, g: BackwardOperands) -> bytes:
-    """What follows those pointers: the same for every call of the same shapes, strides and options."""
+def backward_numbers(p: BackwardProblem, g: BackwardOperands, sum_width: int = 0) -> bytes:
+    """What follows those pointers: the same for every call of the same shapes, strides and options; `sum_width` is the plan's."""
     return _NUMBERS_OF_BACKWARD.pack(
         *g.dout.strides,
         *g.lse.strides,
@@ -112,6 +112,7 @@ def backward_numbers(p: BackwardProblem, g: BackwardOperands) -> bytes:
         *_strides(g.dv, 4)[:3],
         *(p.bias_shape or (0, 0, 0, 0)),
         p.slopes_batch,
+        sum_width,
     )
 
 

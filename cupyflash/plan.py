@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
     workspaces: tuple[tuple[str, int], ...] = ()
     section: int = 1  # how many heads the kernels of sm_90 take together in the order of their tiles
+    sum_width: int = 0  # columns that the sums of dq have
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,7 +114,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         else 1
     )
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
-    return Plan(steps, kept, section)
+    return Plan(steps, kept, section, variant.head_dim)
 
 
 _SHARED_L2_BYTES = 32 << 20  # of the 50 MB of an H200
@@ -316,7 +317,10 @@ def _variant(p: AttentionProblem, row: Row) -> Variant:
     # parameter.
     step = 32 if isinstance(row.config, SimpleConfig) else 16
     flags = _flags(p) if _aligned(p) or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
-    return Variant(row.family, p.dtype, _round_up(p.head_dim, step), _round_up(p.head_dim_v, step), flags, row.config)
+    head_dim = _round_up(p.head_dim, step)
+    if isinstance(row.config, BwdSm90Config):
+        head_dim = row.config.width(head_dim)
+    return Variant(row.family, p.dtype, head_dim, _round_up(p.head_dim_v, step), flags, row.config)
 
 
 def _aligned(p: AttentionProblem) -> bool:

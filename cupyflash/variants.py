@@ -138,7 +138,11 @@ class BwdSm90Config(NamedTuple):
         """Of dQ a warpgroup computes 64 rows, of any width up to 64 columns, or 64 of 128 columns; of wide heads 64 once or twice."""
         if self.wide:
             return head_dim > 64 and max(head_dim, head_dim_v) > 128
-        return head_dim <= 64 if self.block_m == 128 else head_dim == 128
+        return (head_dim <= 64) == (self.block_m == 128)
+
+    def width(self, head_dim: int) -> int:
+        """Of the tiles of Q, K and dQ."""
+        return head_dim if self.wide or self.block_m == 128 else 128
 
 
 Config = SimpleConfig | FwdConfig | Sm90Config | BwdRowsConfig | BwdBiasConfig | BwdConfig | BwdSm90Config

@@ -26,7 +26,7 @@ struct Lanes {
 template <class C>
 __device__ inline void zero_sums(const BackwardParams& p, int b, int h, int row) {
   const ForwardParams& f = p.forward;
-  const int width = (f.head_dim + 15) / 16 * 16, rows = sum_rows(f);
+  const int width = static_cast<int>(p.dq_sum_width), rows = sum_rows(f);
   const int count = row + Lanes<C>::kRows < f.seqlen_q ? Lanes<C>::kRows : rows - row;
   float* g = p.dq_sum + ((static_cast<long long>(b) * f.num_heads_q + h) * rows + row) * width;
 #pragma unroll 8

@@ -70,6 +70,7 @@ struct BackwardParams {
   long long dv_stride_batch, dv_stride_seq, dv_stride_head;
   long long dbias_batch, dbias_heads, dbias_q, dbias_k;
   long long dalibi_batch;
+  long long dq_sum_width;  // columns of dq_sum
 };
 
 }  // namespace cupyflash

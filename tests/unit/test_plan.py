@@ -218,7 +218,7 @@ def test_the_heads_of_a_causal_call_are_taken_so_that_blocks_get_equal_loads() -
 
 def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
     rows, keys = 2 * 8 * 1000, 2 * 2 * 900
-    steps, workspaces, _ = backward(window_right=0, softcap=2.0, dtype="float32", out_dtype="float64")
+    steps, workspaces, *_ = backward(window_right=0, softcap=2.0, dtype="float32", out_dtype="float64")
     assert [step.variant.name for step in steps] == [
         "bwd_delta__f32_d128__w4__outfloat64",
         "bwd_simple__f32_d128__w4__causal_outfloat64_softcap",
@@ -226,7 +226,7 @@ def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
     assert [step.grid[0] for step in steps] == [2 * 8 * 32, (rows + keys) // 4]
     assert workspaces == (("row_lse", 4 * rows), ("row_delta", 4 * rows))
     bias = {"bias_shape": (1, 8, 1000, 900)}
-    steps, workspaces, _ = backward(("bias", "alibi_slopes", "sink"), bias, bias="float32", alibi=True, sink="float32", dtype="float64")
+    steps, workspaces, *_ = backward(("bias", "alibi_slopes", "sink"), bias, bias="float32", alibi=True, sink="float32", dtype="float64")
     assert [step.variant.name for step in steps][::2] == ["bwd_delta__f64_d128__w4__sinkf32", "bwd_sum__f64__w4__alibi_sinkf32"]
     assert [step.grid[0] for step in steps][1:] == [(rows + keys + 8 * 1000 * 900) // 4, 16 // 4]
     assert workspaces == tuple((name, 8 * rows) for name in ("row_lse", "row_delta", "row_slope", "row_sink"))
@@ -239,7 +239,7 @@ def test_a_tiled_backward_adds_dq_up_or_computes_it_apart() -> None:
     vectors = (("row_lse", 4 * rows), ("row_delta", 4 * rows))
 
     def launched(*given: Any, **fields: Any) -> tuple[dict[str, int], tuple[tuple[str, int], ...]]:
-        steps, workspaces, _ = backward(*given, **fields)
+        steps, workspaces, *_ = backward(*given, **fields)
         assert all(0 < step.smem_bytes <= KNOWN["90a"].smem_bytes for step in steps if "sm80" in step.variant.family)
         return {step.variant.name.replace("__bf16", ""): step.grid[0] for step in steps}, workspaces
 
@@ -275,7 +275,7 @@ def test_delta_shares_a_warp_out_by_the_width_of_out() -> None:
 
 def test_dbias_has_a_block_for_each_of_its_tiles() -> None:
     for shape, blocks in (((2, 8, 1000, 900), 16 * 16 * 15), ((1, 1, 1000, 1), 16), ((1, 8, 1, 900), 8 * 15), ((1, 1, 1, 1), 1)):
-        steps, _, _ = backward(("bias",), {"bias_shape": shape}, bias="bfloat16")
+        steps, *_ = backward(("bias",), {"bias_shape": shape}, bias="bfloat16")
         assert [(step.variant.family, step.grid[0]) for step in steps[1:]] == [("bwd_sm80_dbias", blocks)]
 
 
