@@ -83,17 +83,11 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     tiled = isinstance(variant.config, BwdConfig | BwdSm90Config)
     sums_q = sums_q and tiled
     if tiled:
-        gradients = _tiled(problem, variant, row, sums_q)
+        gradients = _tiled(problem, variant, row, sums_q, device.num_sms)
     else:
         results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
         gradients = ((variant, _blocks_of(variant, results), row.why),)
-    kernels = (
-        _delta(p, variant),
-        *gradients,
-        _sum(variant, slopes + sinks),
-    )
-    if variant.family == "bwd_sm90":  # a block for each SM, which takes tile after tile
-        kernels = tuple((v, min(blocks, device.num_sms) if v == variant else blocks, reason) for v, blocks, reason in kernels)
+    kernels = (_delta(p, variant), *gradients, _sum(variant, slopes + sinks))
     args = (*(name for name, used in _buffers(p).items() if used), "lse", "dout", *(f"d{name}" for name in problem.wrt))
     steps = tuple(
         Step(v, (_grid(v, blocks), 1, 1), v.threads, v.smem_bytes, args, reason, _boxes(v)) for v, blocks, reason in kernels if blocks
@@ -108,11 +102,9 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 64) * variant.head_dim * 4 if sums_q else 0,
         "next_tile": 4 if variant.family == "bwd_sm90" else 0,
     }
-    section = (
-        _section_of_keys(p, variant.config, device.num_sms)
-        if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags
-        else 1
-    )
+    section = 1
+    if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags:
+        section = _section_of_keys(p, variant.config, device.num_sms)
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
     return Plan(steps, kept, section, variant.head_dim)
 
@@ -209,7 +201,7 @@ def companions(variant: Variant, row: Row) -> tuple[Variant, ...]:
     )
 
 
-def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool) -> tuple[_Launch, ...]:
+def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, num_sms: int) -> tuple[_Launch, ...]:
     """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
     p, c = problem.forward, variant.config
     assert isinstance(c, BwdConfig | BwdSm90Config)
@@ -217,6 +209,8 @@ def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool) -
     launches: list[_Launch] = []
     if {"k", "v"}.intersection(problem.wrt):
         blocks = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
+        if variant.family == "bwd_sm90":  # a block for each SM, which takes tile after tile
+            blocks = min(_grid(variant, blocks), num_sms)
         adds = sums_q and isinstance(c, BwdConfig)  # the others always do
         launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))
     if sums_q:
@@ -367,7 +361,7 @@ def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     """Blocks of a one-dimensional grid, which may be 2^31 - 1 long; y and z end at 65535, fewer than some batch x heads."""
     heads = p.batch * p.num_heads_q
     if isinstance(variant.config, FwdConfig | Sm90Config):
-        return _ceil_div(p.seqlen_q, variant.config.block_m) * heads
+        return _grid(variant, _ceil_div(p.seqlen_q, variant.config.block_m) * heads)
     return _blocks_of(variant, p.seqlen_q * heads)
 
 

@@ -341,8 +341,8 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 # (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120). TFLOP/s as above, without a mask and under a causal one.
 BACKWARD = (
     # Their spills are where a key is computed again.
-    _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "506 and 505; at S = 1024 384 and 290; cuDNN 452, 424, 355 and 249; spills"),
-    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "577 and 562; at S = 1024 443 and 328; cuDNN 570, 557, 433 and 311; spills"),
+    _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "500 and 506; at S = 4096 479 and 452; cuDNN 450, 428, 430 and 370; spills"),
+    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "556 and 532; at S = 1024 423 and 324; cuDNN 565, 529, 410 and 307; spills"),
     _bwd_sm90("bwd_sm90_wide", 192, BwdSm90Config(64, 64, 3), "513 and 509; FA2 255 and 269; 226 kB"),
     _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "436 and 398; at S = 1024 312 and 236; cuDNN 373, 412, 303 and 259; 226 kB"),
     _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),

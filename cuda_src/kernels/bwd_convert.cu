@@ -1,4 +1,4 @@
-// bwd_convert.cu: after bwd_sm80 or bwd_sm90, dQ from the sums that its blocks have added up; one warp for 16 rows.
+// bwd_convert.cu: after bwd_sm80, bwd_sm90 or bwd_sm90_wide, dQ from the sums that its blocks have added up; one warp for 16 rows.
 //
 // Algorithm  dQ = softmax_scale * sum over the blocks of keys. The sums are read as the warps that added to them held them.
 // Way out    A row whose sum is not finite is computed again by row_gradient (see gradient.cuh).

@@ -211,20 +211,8 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     w.full_first = uniform(w.full_first);
     w.full_last = uniform(w.full_last);
     n = multiply<C>(p, smem, w, buffer, uniform(n));
-    bulk_wait_read();
   }
-}
-
-template <class C>
-__device__ inline void backward(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  begin<C>(maps, smem);
-  if (threadIdx.x < 128) {
-    registers_give<24>();
-    produce<C>(p, maps, smem);
-  } else {
-    registers_take<240>();
-    consume<C>(p, smem);
-  }
+  bulk_wait_read();
 }
 
 }  // namespace cupyflash

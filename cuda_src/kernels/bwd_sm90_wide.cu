@@ -238,18 +238,6 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   }
 }
 
-template <class C>
-__device__ inline void backward(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  begin<C>(maps, smem);
-  if (threadIdx.x < 128) {
-    registers_give<24>();
-    produce<C>(p, maps, smem);
-  } else {
-    registers_take<240>();
-    consume<C>(p, smem);
-  }
-}
-
 }  // namespace cupyflash
 
 extern "C" __global__ void __launch_bounds__(384, 1)

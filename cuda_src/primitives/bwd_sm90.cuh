@@ -173,4 +173,25 @@ __device__ inline void pack_left(unsigned (&packed)[kTiles / 2][4], const float 
   }
 }
 
+// What each kernel has of its own: its shared memory, and what its warpgroups do.
+template <class C>
+struct Smem;
+template <class C>
+__device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem);
+template <class C>
+__device__ inline void consume(const BackwardParams& p, Smem<C>& smem);
+
+// Scope: block.
+template <class C>
+__device__ inline void backward(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
+  begin<C>(maps, smem);
+  if (threadIdx.x < 128) {
+    registers_give<24>();
+    produce<C>(p, maps, smem);
+  } else {
+    registers_take<240>();
+    consume<C>(p, smem);
+  }
+}
+
 }  // namespace cupyflash

@@ -216,6 +216,15 @@ def test_the_heads_of_a_causal_call_are_taken_so_that_blocks_get_equal_loads() -
     assert plan.forward(problem(seqlen_k=4096), KNOWN["90a"]).section == 1  # all tiles are as long
 
 
+def test_more_tiles_than_a_kernel_can_count_are_refused() -> None:
+    """Also where a block takes tile after tile, and the grid is small."""
+    many = problem(batch=1 << 20, num_heads_q=1 << 11, num_heads_kv=1 << 11, seqlen_q=1, seqlen_k=1)
+    with pytest.raises(cupyflash.UnsupportedError, match=r"fwd_sm90.* would need 2147483648 blocks"):
+        plan.forward(many, KNOWN["90a"])
+    with pytest.raises(cupyflash.UnsupportedError, match=r"would need 2147483648 blocks"):
+        plan.backward(BackwardProblem(many, ("q", "k", "v")), KNOWN["90a"])
+
+
 def test_a_backward_is_delta_then_gradients_then_sums_over_rows() -> None:
     rows, keys = 2 * 8 * 1000, 2 * 2 * 900
     steps, workspaces, *_ = backward(window_right=0, softcap=2.0, dtype="float32", out_dtype="float64")
