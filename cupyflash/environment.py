@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import re
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -142,6 +141,7 @@ def _cache_dir_for_cupy() -> Iterator[None]:
         if why := why_unwritable(folder):
             if why_unwritable(cache_dir()):
                 warn_unwritable(folder, why)
+                import shutil
                 import tempfile  # with hashlib and random, 3 ms of an import that hardly ever needs it
 
                 folder = Path(tempfile.mkdtemp(prefix="cupyflash-"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import re
 import threading
@@ -324,11 +323,17 @@ def _compile_error(unit: Unit, log: str) -> CompileError:
 _in_memory: dict[str, bytes] = {}  # those that could not be written
 
 
+def _sha256(content: bytes) -> Any:
+    import hashlib  # 3 ms, which an import for arrays in host memory need not wait for
+
+    return hashlib.sha256(content)
+
+
 def _file_name(unit: Unit) -> str:
     """The name of the unit's file: a change to any byte that decides what runs changes it, and no time or path does."""
     version = ".".join(map(str, load_nvrtc().getVersion()))
     decides = (unit.source, unit.arch, unit.entry, version, *_OPTIONS, *_OPTIONS_OF_CUPY)
-    digest = hashlib.sha256("\0".join(decides).encode()).hexdigest()
+    digest = _sha256("\0".join(decides).encode()).hexdigest()
     return f"{unit.entry}-sm_{unit.arch}-nvrtc{version}-{digest[:32]}.cubin"
 
 
@@ -341,7 +346,7 @@ def _stored(name: str) -> bytes | None:
     except OSError:
         return None
     cubin, digest = content[:-32], content[-32:]
-    return cubin if hashlib.sha256(cubin).digest() == digest else None
+    return cubin if _sha256(cubin).digest() == digest else None
 
 
 def _store(name: str, cubin: bytes) -> None:
@@ -351,7 +356,7 @@ def _store(name: str, cubin: bytes) -> None:
     if why is None:
         part = folder / f"{name}.{os.urandom(8).hex()}.part"  # no temporary file, which no other user could read
         try:
-            part.write_bytes(cubin + hashlib.sha256(cubin).digest())
+            part.write_bytes(cubin + _sha256(cubin).digest())
             part.replace(folder / name)
             return
         except OSError as e:  # a full disk

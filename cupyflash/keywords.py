@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -76,6 +75,8 @@ def foreign_keyword(function: Callable[..., Any], keywords: Mapping[str, Any]) -
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
     unknown = next(name for name in keywords if name not in known)
+    import difflib
+
     close = difflib.get_close_matches(unknown, known, n=1)
     hint = FOREIGN.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
     return ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")
