@@ -20,6 +20,7 @@ from cupyflash.variants import (
     PLAIN,
     BwdConfig,
     BwdSm90Config,
+    Config,
     FwdConfig,
     Row,
     SimpleConfig,
@@ -285,7 +286,7 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
             continue
         if row.causal not in (None, "causal" in variant.flags or "local" in variant.flags):
             continue
-        if row.longest is not None and _most_keys(p) > row.longest:
+        if row.longest is not None and _most(p, row.config) > row.longest:
             continue
         if isinstance(row.config, BwdSm90Config) and not row.config.serves(variant.head_dim, variant.head_dim_v):
             continue
@@ -299,11 +300,12 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
     )
 
 
-def _most_keys(p: AttentionProblem) -> int:
-    """How many keys a row sees at most."""
-    if p.window_left is None or p.window_right is None:
-        return p.seqlen_k
-    return min(p.seqlen_k, p.window_left + 1 + p.window_right)
+def _most(p: AttentionProblem, config: Config) -> int:
+    """How many keys a row sees at most; for the backward on Hopper how many rows, of all query heads that read it, see a key."""
+    most, heads = (p.seqlen_q, p.num_heads_q // p.num_heads_kv) if isinstance(config, BwdSm90Config) else (p.seqlen_k, 1)
+    if p.window_left is not None and p.window_right is not None:
+        most = min(most, p.window_left + 1 + p.window_right)
+    return most * heads
 
 
 def _variant(p: AttentionProblem, row: Row) -> Variant:

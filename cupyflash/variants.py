@@ -116,6 +116,7 @@ class BwdSm90Config(NamedTuple):
     block_m: int
     block_n: int
     stages: int
+    key_buffers: int = 1  # two, for short walks: K and V of the next tile are there when it begins
 
     @property
     def warps(self) -> int:
@@ -123,12 +124,7 @@ class BwdSm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}"
-
-    @property
-    def key_buffers(self) -> int:
-        """Of K and V: two where they fit, so that the next tile's are there when it begins."""
-        return 2 if self.block_m == 128 else 1
+        return f"m{self.block_m}n{self.block_n}s{self.stages}" + "k2" * (self.key_buffers == 2)
 
     @property
     def wide(self) -> bool:
@@ -189,11 +185,11 @@ class Variant(NamedTuple):
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
             results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
             return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + 2 * _WORK_BYTES) // 1024) * 1024
-        if isinstance(c, BwdSm90Config):  # as above; dS twice, P of wide heads, LSE and delta, barriers
+        if isinstance(c, BwdSm90Config):  # as above; dS, P of wide heads, LSE and delta, barriers
             operands = (c.key_buffers * c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
-            weights = 2 * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
+            weights = (2 if c.wide or c.key_buffers == 2 else 3) * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
             sums = 0 if c.wide else 4 * c.block_m * self.head_dim
-            rest = c.stages * c.block_m * 2 * 4 + 8 * (2 * c.key_buffers + 4 * c.stages + 1)
+            rest = c.stages * c.block_m * 2 * 4 + 8 * (2 * c.key_buffers + 4 * c.stages + 7)
             return -(-(operands + weights + sums + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig):
             return 0
@@ -249,7 +245,7 @@ class Row(NamedTuple):
     why: str
     arch: str | None = None  # the only one that has its instructions
     causal: bool | None = None  # only calls under a causal mask or a window, only others, or any
-    longest: int | None = None  # only calls of which a row sees at most so many keys
+    longest: int | None = None  # only calls of which a row sees at most so many keys, or that many rows a key
     narrow_v: int | None = None  # only values of at most so many columns
     dq: BwdRowsConfig | None = None  # of bwd_sm80_dq, for calls whose dq is not added up by atomics
 
@@ -324,8 +320,8 @@ FORWARD = (
 )
 
 
-def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str) -> Row:
-    return Row(family, _HALF, head_dim, 90, False, config, why, "90a")
+def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str, longest: int | None = None) -> Row:
+    return Row(family, _HALF, head_dim, 90, False, config, why, "90a", longest=longest)
 
 
 def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: str, why: str) -> Row:
@@ -341,10 +337,11 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 # (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120). TFLOP/s as above, without a mask and under a causal one.
 BACKWARD = (
     # Their spills are where a key is computed again.
-    _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "500 and 506; at S = 4096 479 and 452; cuDNN 450, 428, 430 and 370; spills"),
-    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "556 and 532; at S = 1024 423 and 324; cuDNN 565, 529, 410 and 307; spills"),
+    _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2, 2), "at S = 1024 406 and 306; 386 and 278 for one buffer; spills", 2048),
+    _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "533 and 530, 517 and 503 for two key buffers; cuDNN 434 and 412; spills"),
+    _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "611 and 598; at S = 1024 453 and 334; cuDNN 538, 519, 410 and 303; spills"),
     _bwd_sm90("bwd_sm90_wide", 192, BwdSm90Config(64, 64, 3), "513 and 509; FA2 255 and 269; 226 kB"),
-    _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "436 and 398; at S = 1024 312 and 236; cuDNN 373, 412, 303 and 259; 226 kB"),
+    _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "420 and 386; at S = 1024 330 and 249; cuDNN 353 and 388; spills 8 bytes"),
     _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),
     _bwd_sm80(64, 90, False, "m64n64s2w4g222b3", "m128n32s2w4b2", "298 and 288; 290 and 281 for two blocks an SM; FA2 288 and 276"),
     _bwd_sm80(64, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),

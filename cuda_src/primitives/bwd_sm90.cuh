@@ -76,6 +76,12 @@ __device__ inline void begin(const TensorMaps& maps, M& smem) {
       mbarrier_init(smem_address(&smem.q_empty[n]), 8);
       mbarrier_init(smem_address(&smem.dout_empty[n]), 8);
     }
+    if constexpr (C::kBlockN == 128) {
+      for (int g = 0; g < 2; ++g) {
+        mbarrier_init(smem_address(&smem.dq_full[g]), 4);  // the warps of a warpgroup
+        mbarrier_init(smem_address(&smem.dq_empty[g]), 1);
+      }
+    }
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -120,8 +126,7 @@ __device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyW
   }
 }
 
-// Two neighbouring query rows' numbers for each 8 of them, as the lanes have the columns of S^T: read before a wait for products, since
-// loads queue for shared memory while products read it.
+// Two neighbouring query rows' numbers for each 8 of them, as the lanes have the columns of S^T.
 template <class C>
 struct ColumnVector {
   float2 r[C::kBlockM / 8];

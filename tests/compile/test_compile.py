@@ -28,6 +28,8 @@ SPILLS = {
     (192, "m128n32s2w4", False): 100,
     (96, "m64n64s2w4g222b2", False): 16,
     (64, "m128n128s2", False): 64,
+    (64, "m128n128s2k2", False): 64,
+    (256, "m64n64s2", False): 8,
     (128, "m64n128s2", False): 44,
 }
 SPILLS_ON_BLACKWELL = {

@@ -78,7 +78,7 @@ def adds_dq(case: dict[str, Any], row: Row) -> dict[str, Any]:
     if row.head_dim > 128 and case["softmax_scale"]:
         kept["softmax_scale"] = 0.1
     d, dv = case["dims"]
-    widths = {"dims": (row.head_dim - d % 2 * 8, -(-dv // 8) * 8)} if row.head_dim > 64 else {}
+    widths = {"dims": (row.head_dim - d % 8 * 8, -(-dv // 8) * 8)} if row.head_dim > 64 else {}
     return {**plain(case), **kept, **widths, "wrt": ("q", "k", "v", "sink") if case["wrt"] == ALL else ("q", "k"), "deterministic": False}
 
 

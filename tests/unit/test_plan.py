@@ -193,6 +193,16 @@ def backward(wrt: tuple[str, ...] = ("q", "k", "v"), more: dict[str, Any] | None
     return plan.backward(BackwardProblem(problem(**fields), wrt, **(more or {})), KNOWN["90a"])
 
 
+def test_short_walks_of_narrow_heads_have_the_next_keys_under_way() -> None:
+    def tile(**fields: Any) -> str:
+        heads = {"num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64, "head_dim_v": 64}
+        (step,) = (s for s in backward(**heads | fields).steps if s.variant.family == "bwd_sm90")
+        return step.variant.config.tile
+
+    assert tile(seqlen_q=2048, seqlen_k=9000) == tile(seqlen_q=9000, window_left=2040, window_right=7) == "m128n128s2k2"
+    assert tile(seqlen_q=2049) == tile(seqlen_q=1025, num_heads_q=4) == "m128n128s2"
+
+
 def test_the_heads_of_a_causal_call_are_taken_so_that_blocks_get_equal_loads() -> None:
     """There and back over 132 blocks, from the order of the tiles as fwd_sm90.cu has it."""
 
