@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +18,12 @@ Array = NDArray[Any]
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}  # name -> what the tables print
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 EXTRAS = ("alibi", "bias", "mask", "sink", "seqused")
+SEED = 2026  # of everything that is drawn once for all machines
 
 
 class Inputs(NamedTuple):
-    """The arrays of a case, of whatever library the place where they are has; `options` are the keywords that attention() takes, `dout`
-    is the gradient of its result for a case of the backward."""
+    """The arrays of a case, of whatever library the place where they are has; `options` are the keywords that attention() takes, or
+    attention_varlen(), `dout` is the gradient of its result for a case of the backward."""
 
     q: Any
     k: Any
@@ -32,7 +35,10 @@ class Inputs(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """Sizes and options of one attention, or with `backward` of its gradients of q, k and v, from what the forward has left. `extras` names
-    the options that are arrays (of EXTRAS); `inputs` makes them."""
+    the options that are arrays (of EXTRAS); `inputs` makes them.
+
+    With `lengths`, those of queries and of keys alike, the sequences are packed one behind the other in arrays without a batch axis. Then
+    `batch` counts them and both seqlens are the longest: `packed` gives these fields."""
 
     batch: int
     seqlen_q: int
@@ -50,14 +56,45 @@ class Case:
     return_lse: bool = False
     backward: bool = False
     deterministic: bool = False  # gradients equal bit by bit in every run
+    lengths: tuple[int, ...] = ()
 
     @property
     def mode(self) -> str:
         """One query token against a cache reads K and V once and is limited by bytes; everything else by FLOPs."""
-        return "bwd" if self.backward else "decode" if self.seqlen_q == 1 else "fwd"
+        return "bwd" if self.backward else "decode" if self.seqlen_q == 1 and not self.lengths else "fwd"
+
+    @property
+    def equal(self) -> bool:
+        """Whether all sequences have one length, as they have where there is a batch axis."""
+        return len(set(self.lengths)) <= 1
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Queries and keys of all sequences."""
+        return (sum(self.lengths),) * 2 if self.lengths else (self.batch * self.seqlen_q, self.batch * self.seqlen_k)
+
+    @cached_property
+    def cu_seqlens(self) -> Array:
+        """Where each packed sequence begins, and where the last ends."""
+        return np.cumsum((0, *self.lengths), dtype=np.int32)
+
+    def alone(self, b: int) -> Case:
+        """Sequence b as a case with a batch axis of 1."""
+        return self._of_length(self.lengths[b]) if self.lengths else replace(self, batch=1)
+
+    def _of_length(self, n: int) -> Case:
+        return replace(self, batch=1, seqlen_q=n, seqlen_k=n, lengths=())
+
+    def at(self, b: int, rows: slice, head: int) -> tuple[Any, ...]:
+        """Where rows of sequence b, queries or keys, are in an array of all sequences. The slice ends in that sequence."""
+        if not self.lengths:
+            return b, rows, head
+        first = int(self.cu_seqlens[b])
+        return slice(first + rows.start, first + rows.stop, rows.step), head
 
     def visible_keys(self) -> tuple[Array, Array]:
-        """The first key that each query sees, and one past its last: what causal and window leave. `extras` do not count."""
+        """The first key that each query of a sequence sees, and one past its last: what causal and window leave. `extras` do not count.
+        Packed sequences differ: ask `alone`."""
         diagonal = np.arange(self.seqlen_q, dtype=np.int64) + (self.seqlen_k - self.seqlen_q)
         left, right = self.window_size or (None, None)
         if self.causal:
@@ -68,9 +105,11 @@ class Case:
 
     @cached_property
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that are visible: counted row by row, not S²/2."""
+        """(query, key) pairs of one head, in all sequences, that are visible: counted row by row, not S²/2."""
+        if self.lengths:
+            return sum(count * self._of_length(n).visible_pairs for n, count in Counter(self.lengths).items())
         first, end = self.visible_keys()
-        return int((end - first).sum())
+        return self.batch * int((end - first).sum())
 
     @property
     def flops(self) -> int:
@@ -78,19 +117,19 @@ class Case:
         2 D for the score again, for dq and for dk, 2 Dv for dP and for dv: 2.5 times as many where D = Dv."""
         D, Dv = self.head_dim, self.head_dim_v
         products = 3 * D + 2 * Dv if self.backward else D + Dv
-        return 2 * products * self.visible_pairs * self.batch * self.num_heads_q
+        return 2 * products * self.visible_pairs * self.num_heads_q
 
     @property
     def num_bytes(self) -> int:
         """q, k, v and out, and of a backward their gradients, each once: the least that any implementation moves."""
-        rows_q = self.batch * self.seqlen_q * self.num_heads_q
-        rows_k = self.batch * self.seqlen_k * self.num_heads_kv
+        tokens_q, tokens_k = self.tokens
+        rows_q, rows_k = tokens_q * self.num_heads_q, tokens_k * self.num_heads_kv
         return (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype] * (2 if self.backward else 1)
 
     @property
     def num_scores(self) -> int:
         """Every score of every head: what the three-step formula holds at its peak."""
-        return self.batch * self.num_heads_q * self.seqlen_q * self.seqlen_k
+        return self.num_heads_q * (sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k)
 
     @property
     def label(self) -> str:
@@ -98,7 +137,11 @@ class Case:
         heads = f"H {self.num_heads_q}" + (f"/{self.num_heads_kv}" if self.num_heads_kv != self.num_heads_q else "")
         dim = f"D {self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         seqlen = short(self.seqlen_q) + (f"x{short(self.seqlen_k)}" if self.seqlen_k != self.seqlen_q else "")
-        words = [f"{DTYPES[self.dtype]} B {self.batch} S {seqlen} {heads} {dim}"]
+        sizes = f"B {self.batch} S {seqlen}"
+        if self.lengths:
+            sequences = "sequence" if self.batch == 1 else "sequences"
+            sizes = f"{short(self.tokens[0])} tokens in {self.batch} {sequences}{' of' if self.equal else ', longest'} {seqlen},"
+        words = [f"{DTYPES[self.dtype]} {sizes} {heads} {dim}"]
         words += ["causal"] * self.causal
         if self.window_size is not None:
             words.append("window {},{}".format(*("-" if side is None else side for side in self.window_size)))
@@ -110,20 +153,26 @@ class Case:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of q, k and v."""
-        rows_k = (self.batch, self.seqlen_k, self.num_heads_kv)
-        return (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim), (*rows_k, self.head_dim), (*rows_k, self.head_dim_v)
+        """Of q, k and v: (B, S, H, D), packed (T, H, D)."""
+        tokens_q, tokens_k = [(n,) for n in self.tokens] if self.lengths else [(self.batch, n) for n in (self.seqlen_q, self.seqlen_k)]
+        rows_k = (*tokens_k, self.num_heads_kv)
+        return (*tokens_q, self.num_heads_q, self.head_dim), (*rows_k, self.head_dim), (*rows_k, self.head_dim_v)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        return self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v
+        return (*self.shapes[0][:-1], self.head_dim_v)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of attention() that are no arrays."""
+        """The keywords that are no arrays and that attention() and attention_varlen() have in common."""
         names = ("window_size", "softmax_scale", "softcap")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {"causal": self.causal, **given, **({"return_lse": True} if self.return_lse else {})}
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """The keywords that say where the packed sequences are; none where there is a batch axis."""
+        return {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k} if self.lengths else {}
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Normal q, k, v and dout and the arrays of `extras` in host memory, the same for the same seed."""
@@ -135,7 +184,7 @@ class Case:
             return rng.standard_normal(shape, dtype=np.float32).astype(dtype, copy=False)
 
         q, k, v = (normal(*shape) for shape in self.shapes)
-        options = self.options
+        options = {**self.options, **self.packing}
         if "alibi" in self.extras:  # the paper's slopes: 2^(-8/H), 2^(-16/H), ...
             options["alibi_slopes"] = np.exp2(-8.0 / Hq * np.arange(1, Hq + 1)).astype(np.float32)
         if "bias" in self.extras:
@@ -149,6 +198,27 @@ class Case:
             options["seqused_q"] = np.linspace(Sq, 0, B).astype(np.int32)
             options["seqused_k"] = np.linspace(Sk, 0, B).astype(np.int32)
         return Inputs(q, k, v, options, normal(*self.out_shape) if self.backward else None)
+
+
+def packed(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of a Case that sequences of these lengths, one behind the other, make."""
+    longest = max(lengths)
+    return {"batch": len(lengths), "seqlen_q": longest, "seqlen_k": longest, "lengths": lengths}
+
+
+@lru_cache(maxsize=64)
+def drawn_lengths(tokens: int, longest: int) -> tuple[int, ...]:
+    """Lengths of sequences as a batch of training text has them: many short ones and a few long ones.
+
+    Log-normal with a median of longest/16 and a sigma of 1, none above `longest`, which is always one of them; in any order. They add up to
+    `tokens`, to which the last that was drawn is cut. The same on each machine, with the seed SEED.
+    """
+    rng = np.random.default_rng(SEED)
+    lengths, left = [longest], tokens - longest
+    while left > 0:
+        lengths.append(min(max(round(rng.lognormal(math.log(longest / 16), 1.0)), 1), longest, left))
+        left -= lengths[-1]
+    return tuple(lengths[n] for n in rng.permutation(len(lengths)))
 
 
 def short(size: int) -> str:
@@ -241,7 +311,7 @@ def _long_groups() -> dict[str, list[Case]]:
 
 def _random_cases(count: int) -> list[Case]:
     """Shapes and options drawn at random with a fixed seed: combinations that nobody thought of, the same on each machine."""
-    rng = np.random.default_rng(2026)
+    rng = np.random.default_rng(SEED)
 
     def one_of(*choices: Any) -> Any:
         return choices[rng.integers(len(choices))]

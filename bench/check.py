@@ -90,8 +90,12 @@ class Spots(NamedTuple):
 
 
 def spots(case: Case, inputs: Inputs, place: Place = HOST) -> Spots:
-    """The parts of a case's results that are checked: of a few heads of the first and the last sequence."""
+    """The parts of a case's results that are checked: of a few heads of the first, the last and the longest sequence."""
     return _gradient_spots(case, inputs, place) if case.backward else _out_spots(case, inputs, place)
+
+
+def _sequences(case: Case) -> list[int]:
+    return sorted({0, case.batch - 1, int(np.argmax(case.lengths or (0,)))})
 
 
 def spot_check(case: Case, spots: Spots, results: Sequence[Any], place: Place = HOST) -> Verdict:
@@ -109,18 +113,21 @@ def _out_spots(case: Case, inputs: Inputs, place: Place, rows: int = 32) -> Spot
     Of n keys with like weights the result shrinks as 1/sqrt(n), so that an error of LIMITS would be all of it: a row is measured by three
     times its own size where that is below 1.
     """
-    first_key, end_key = case.visible_keys()
-    ends = sorted({min(rows, case.seqlen_q), (case.seqlen_q + rows) // 2, case.seqlen_q} - {0})
     parts = []
-    for b, h, end in itertools.product({0, case.batch - 1}, {0, case.num_heads_q // 2, case.num_heads_q - 1}, ends):
-        start, h_kv = max(end - rows, 0), h * case.num_heads_kv // case.num_heads_q
-        first, last = first_key[start:end, None], end_key[start:end, None]
-        keys = slice(int(first.min()), int(last.max()))
-        q, k, v = (place.fetch(x) for x in (inputs.q[b, start:end, h], inputs.k[b, keys, h_kv], inputs.v[b, keys, h_kv]))
-        j = np.arange(keys.start, keys.stop)
-        expected = _weights(case, q, k, (first <= j) & (j < last))[0] @ v
-        size = np.sqrt((expected * expected).mean(axis=-1, keepdims=True))
-        parts.append(Spot(0, (b, slice(start, end), h), expected, np.clip(3 * size, 1e-9, 1) + np.abs(expected)))
+    for b in _sequences(case):
+        one = case.alone(b)
+        first_key, end_key = one.visible_keys()
+        ends = {min(end, one.seqlen_q) for end in (rows, (one.seqlen_q + rows) // 2, one.seqlen_q)} - {0}
+        for h, end in itertools.product({0, case.num_heads_q // 2, case.num_heads_q - 1}, sorted(ends)):
+            start, h_kv = max(end - rows, 0), h * case.num_heads_kv // case.num_heads_q
+            first, last = first_key[start:end, None], end_key[start:end, None]
+            keys = slice(int(first.min()), int(last.max()))
+            where, where_k = case.at(b, slice(start, end), h), case.at(b, keys, h_kv)
+            q, k, v = (place.fetch(x) for x in (inputs.q[where], inputs.k[where_k], inputs.v[where_k]))
+            j = np.arange(keys.start, keys.stop)
+            expected = _weights(case, q, k, (first <= j) & (j < last))[0] @ v
+            size = np.sqrt((expected * expected).mean(axis=-1, keepdims=True))
+            parts.append(Spot(0, where, expected, np.clip(3 * size, 1e-9, 1) + np.abs(expected)))
     return Spots(inputs, parts, LIMITS[case.dtype])
 
 
@@ -128,36 +135,43 @@ def _gradient_spots(case: Case, inputs: Inputs, place: Place, rows: int = 128) -
     """About `rows` queries evenly spread, of all query heads of the first, a middle and the last key head; and all keys of these heads.
 
     Every query adds to the gradients of its keys, so that float64 over few of them is no check of dk and dv. The call that is checked
-    is given a dout of zeros but for these queries: then no other adds to anything.
+    is given a dout of zeros but for these queries: then no other adds to anything. Packed sequences beside those that are checked keep
+    theirs: nothing of it may get here.
 
     A gradient may be all but 0 where its terms are not, and rounding is of the terms: a row is measured by three times their size. dP and
     delta cancel, too: dS is measured by P (|dP| + |delta|). A float16 below the smallest normal number has errors as large as that one.
     As in the tests, gradients have twice the limit of out.
     """
     group = case.num_heads_q // case.num_heads_kv
-    step = -(-case.seqlen_q // max(8, min(rows // group, (1 << 22) // case.seqlen_k))) | 1  # odd: not the same row of every tile
-    chosen = slice((case.seqlen_q - 1) % step, case.seqlen_q, step)
-    first, end = (bound[chosen, None] for bound in case.visible_keys())
-    j = np.arange(case.seqlen_k)
-    visible = (first <= j) & (j < end)
     tiny = 2.0**-14 if case.dtype == "float16" else 0.0
 
     def spot(result: int, where: tuple[Any, ...], expected: Array, squares: Array) -> Spot:
         size = np.maximum(3 * np.sqrt(squares), max(tiny, 1e-9))[:, None]
         return Spot(result, where, expected, size + np.abs(expected))
 
-    parts = []
-    for b, h_kv in itertools.product({0, case.batch - 1}, {0, case.num_heads_kv // 2, case.num_heads_kv - 1}):
-        k, v = (place.fetch(x[b, :, h_kv]) for x in (inputs.k, inputs.v))
-        of_keys: list[Any] = [0, 0, 0, 0]
-        for h in range(h_kv * group, (h_kv + 1) * group):
-            q, dout = (place.fetch(x[b, chosen, h]) for x in (inputs.q, inputs.dout))
-            (dq, *sums), (square, *squares) = _gradients(case, q, k, v, dout, visible, tiny)
-            parts.append(spot(0, (b, chosen, h), dq, square))
-            of_keys = [so_far + more for so_far, more in zip(of_keys, (*sums, *squares), strict=True)]
-        dk, dv, squares_k, squares_v = of_keys
-        parts += [spot(1, (b, slice(None), h_kv), dk, squares_k), spot(2, (b, slice(None), h_kv), dv, squares_v)]
-    return Spots(inputs._replace(dout=place.keep_rows(inputs.dout, chosen)), parts, 2 * LIMITS[case.dtype])
+    parts, kept = [], {b: slice(0, n) for b, n in enumerate(case.lengths)}
+    for b in _sequences(case):
+        one = case.alone(b)
+        step = -(-one.seqlen_q // max(8, min(rows // group, (1 << 22) // one.seqlen_k))) | 1  # odd: not the same row of every tile
+        chosen = kept[b] = slice((one.seqlen_q - 1) % step, one.seqlen_q, step)
+        first, end = (bound[chosen, None] for bound in one.visible_keys())
+        j = np.arange(one.seqlen_k)
+        visible = (first <= j) & (j < end)
+        for h_kv in {0, case.num_heads_kv // 2, case.num_heads_kv - 1}:
+            keys = case.at(b, slice(0, one.seqlen_k), h_kv)
+            k, v = (place.fetch(x[keys]) for x in (inputs.k, inputs.v))
+            of_keys: list[Any] = [0, 0, 0, 0]
+            for h in range(h_kv * group, (h_kv + 1) * group):
+                where = case.at(b, chosen, h)
+                q, dout = (place.fetch(x[where]) for x in (inputs.q, inputs.dout))
+                (dq, *sums), (square, *squares) = _gradients(case, q, k, v, dout, visible, tiny)
+                parts.append(spot(0, where, dq, square))
+                of_keys = [so_far + more for so_far, more in zip(of_keys, (*sums, *squares), strict=True)]
+            dk, dv, squares_k, squares_v = of_keys
+            parts += [spot(1, keys, dk, squares_k), spot(2, keys, dv, squares_v)]
+    # Of an array with a batch axis the same rows of each sequence.
+    given = [case.at(b, some, 0)[0] for b, some in kept.items()] if case.lengths else [kept[0]]
+    return Spots(inputs._replace(dout=place.keep_rows(inputs.dout, given)), parts, 2 * LIMITS[case.dtype])
 
 
 def _weights(case: Case, q: Array, k: Array, visible: Array) -> tuple[Array, Array]:

@@ -23,13 +23,14 @@ import cupyflash
 from . import check as checking
 from . import gpu, kernels, tune
 from . import peers as contestants
-from .cases import DTYPES, Case, available_dtypes, check_suite, gpu_tour_suite, tour_suite
+from .cases import DTYPES, Case, available_dtypes, check_suite, drawn_lengths, gpu_tour_suite, packed, short, tour_suite
 from .machine import diagnose, environment, nvidia_driver
 from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
 from .report import Report, console
 from .timing import HOST, MIN_ROUNDS, Place
 
 GOOD, FAILED, USAGE, SETUP = 0, 1, 2, 3
+TOKENS, LONGEST = 32768, 8192  # of packed sequences, where nothing else is said
 TOUR_S = 22.0  # a case that would not be over by then is left out: the tour promises half a minute, also on a slow machine
 
 
@@ -57,6 +58,13 @@ def as_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> t
         return tuple(number for part in value.split(",") for number in sizes(part))
     except ValueError:
         raise click.BadParameter(f"{value!r} is no size: write 512, 4k, 1k,4k or 512:16k:x2") from None
+
+
+def as_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    sizes = as_sizes(ctx, param, value)
+    if sizes is not None and len(sizes) != 1:
+        raise click.BadParameter(f"{value!r} is not one size: write 512 or 4k")
+    return sizes[0] if sizes else None
 
 
 def as_pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
@@ -231,6 +239,10 @@ HOW_OPTIONS = (
         "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
     ),
 )
+PACKED_OPTIONS = (
+    click.option("--varlen", is_flag=True, help="Sequences of many lengths packed in an array, 32k --tokens in all; with --seqlen of one."),
+    click.option("--longest", callback=as_size, metavar="SIZE", help="The longest sequence of --varlen; default 8k."),
+)
 SIZES = "SIZES are lists: 512, 4k, 1k,4k or 512:16k:x2 (each twice the last). Every combination is timed."
 
 
@@ -239,10 +251,11 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
     for tuning, and its own defaults of what it has without, too."""
     names = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
     options = (
-        click.option("--batch", callback=as_sizes, default="1", show_default=True, metavar="SIZES", help="Sequences."),
-        click.option("--seqlen", callback=as_sizes, default="1k", show_default=True, metavar="SIZES", help="Queries, and keys as many."),
+        click.option("--batch", callback=as_sizes, metavar="SIZES", help="Sequences; default 1."),
+        click.option("--seqlen", callback=as_sizes, metavar="SIZES", help="Queries, and keys as many; default 1k."),
         click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
         click.option("--tokens", callback=as_sizes, metavar="SIZES", help="As many sequences as make this many queries; not --batch."),
+        *(() if tuning else PACKED_OPTIONS),
         click.option(
             "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
         ),
@@ -325,12 +338,13 @@ def time_cases(
     cold: bool,
     rounds: int,
     min_time: float,
+    varlen: bool,
     backward: bool = False,
     **shapes: Any,
 ) -> int:
     """What fwd, bwd and compare do."""
     place = open_place(device)
-    chosen = contestants.peers_at(place.name, peers)
+    chosen = contestants.peers_at(place.name, peers, packed=varlen)
     if list_peers:
         Report(console()).peers(contestants.versions(chosen))
         return GOOD
@@ -339,7 +353,7 @@ def time_cases(
     if timer is not None and timer not in place.timers:
         raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
     check_family(family, place, "BACKWARD" if backward else "FORWARD")
-    cases = as_cases(place, backward=backward, **shapes)
+    cases = as_cases(place, varlen=varlen, backward=backward, **shapes)
     with ExitStack() as stack:
         report = open_report(json_file, stack, peers=contestants.versions(chosen), family=family)
         stack.enter_context(kernels.only_family(family))
@@ -355,8 +369,8 @@ def check_family(family: str | None, place: Place, table: str = "FORWARD") -> No
 def as_cases(
     place: Place,
     *,
-    batch: tuple[int, ...],
-    seqlen: tuple[int, ...],
+    batch: tuple[int, ...] | None,
+    seqlen: tuple[int, ...] | None,
     seqlen_k: tuple[int, ...] | None,
     tokens: tuple[int, ...] | None,
     heads: tuple[int, int] | None,
@@ -365,6 +379,8 @@ def as_cases(
     causal: str | None,
     window: tuple[int | None, int | None] | None,
     softcap: float | None,
+    varlen: bool = False,
+    longest: int | None = None,
     backward: bool = False,
     deterministic: bool = False,
 ) -> list[Case]:
@@ -374,17 +390,50 @@ def as_cases(
     name = dtype_name(dtype or ("bf16" if place.arch else "fp32"))
     if name not in available_dtypes() and not (place.arch and gpu.torch_with_cuda()):
         raise click.BadParameter("bfloat16 without torch needs ml_dtypes: pip install ml_dtypes", param_hint="'--dtype'")
-    if tokens is not None and any(count < sq for count in tokens for sq in seqlen):
-        raise click.BadParameter("fewer tokens than one sequence has", param_hint="'--tokens'")
+    if varlen:
+        shapes = packed_shapes(batch, seqlen, seqlen_k, tokens, longest)
+    elif longest is not None:
+        raise click.BadParameter("it is for --varlen", param_hint="'--longest'")
+    else:
+        shapes = dense_shapes(batch or (1,), seqlen or (1024,), seqlen_k, tokens)
     masks = {"both": (False, True), "yes": (True,)}.get(causal or "no", (False,))
-    shapes = [(n // sq if tokens else n, sq, sk) for n in tokens or batch for sq in seqlen for sk in seqlen_k or (sq,)]
-    how: dict[str, Any] = {"window_size": window, "softcap": softcap, "backward": backward, "deterministic": deterministic}
-    return [
-        Case(*shape, *(heads or (max(1, 2048 // d),) * 2), d, dv, name, masked, **how)
-        for d, dv in dim
-        for masked in masks
-        for shape in shapes
-    ]
+    how: dict[str, Any] = {"dtype": name, "window_size": window, "softcap": softcap, "backward": backward, "deterministic": deterministic}
+    cases = []
+    for (d, dv), masked, shape in itertools.product(dim, masks, shapes):
+        hq, hkv = heads or (max(1, 2048 // d),) * 2
+        cases.append(Case(num_heads_q=hq, num_heads_kv=hkv, head_dim=d, head_dim_v=dv, causal=masked, **shape, **how))
+    return cases
+
+
+def dense_shapes(
+    batch: tuple[int, ...], seqlen: tuple[int, ...], seqlen_k: tuple[int, ...] | None, tokens: tuple[int, ...] | None
+) -> list[dict[str, Any]]:
+    if tokens is not None and min(tokens) < max(seqlen):
+        raise click.BadParameter("fewer tokens than one sequence has", param_hint="'--tokens'")
+    sizes = [(n // sq if tokens else n, sq, sk) for n in tokens or batch for sq in seqlen for sk in seqlen_k or (sq,)]
+    return [dict(zip(("batch", "seqlen_q", "seqlen_k"), size, strict=True)) for size in sizes]
+
+
+def packed_shapes(
+    batch: tuple[int, ...] | None,
+    seqlen: tuple[int, ...] | None,
+    seqlen_k: tuple[int, ...] | None,
+    tokens: tuple[int, ...] | None,
+    longest: int | None,
+) -> list[dict[str, Any]]:
+    """With --varlen: sequences as they are drawn or, with --seqlen, as many of one length as the tokens make."""
+    if batch is not None:
+        raise click.BadParameter("with --varlen there are as many sequences as make --tokens", param_hint="'--batch'")
+    if seqlen_k is not None:
+        raise click.BadParameter("with --varlen the keys of a sequence are as many as its queries", param_hint="'--seqlen-k'")
+    if seqlen is not None and longest is not None:
+        raise click.BadParameter("with --seqlen all sequences have that length", param_hint="'--longest'")
+    counts, longest = tokens or (TOKENS,), longest or LONGEST
+    if min(counts) < max(seqlen or (longest,)):
+        raise click.BadParameter(f"fewer tokens than the longest sequence has, {short(max(seqlen or (longest,)))}", param_hint="'--tokens'")
+    if seqlen is not None:
+        return [packed((n,) * (count // n)) for count in counts for n in seqlen]
+    return [packed(drawn_lengths(count, longest)) for count in counts]
 
 
 @main.command()
@@ -535,7 +584,7 @@ def run_timings(
     **options: Any,
 ) -> list[Comparison]:
     """Time the cases; print and record each as it is done."""
-    report.start_timings(place)
+    report.start_timings(place, [peer.name for peer in peers])
     found = []
     too_much = math.inf  # FLOPs of the first case that the deadline dropped: another as large is not even tried
     with report.progress(len(cases)):

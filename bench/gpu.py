@@ -142,11 +142,16 @@ class Gpu(Place):
     # Arrays ---------------------------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, *, cold: bool = True) -> list[Inputs]:
-        """Normal q, k, v, dout: torch tensors where there is torch, else CuPy arrays."""
+        """Normal q, k, v, dout, and where packed sequences begin: torch tensors where there is torch, else CuPy arrays."""
         sets = min(MAX_SETS, -(-self.cache_bytes // max(case.num_bytes, 1))) if cold else 1
         shapes = (*case.shapes, case.out_shape) if case.backward else case.shapes
+        options = {**case.options, **{name: self._put(x) if isinstance(x, np.ndarray) else x for name, x in case.packing.items()}}
         arrays = ([self._normal(shape, case.dtype, len(shapes) * n + i) for i, shape in enumerate(shapes)] for n in range(sets))
-        return [Inputs(q, k, v, case.options, *dout) for q, k, v, *dout in arrays]
+        return [Inputs(q, k, v, options, *dout) for q, k, v, *dout in arrays]
+
+    def _put(self, array: Any) -> Any:
+        """A NumPy array as one of the library that the inputs are of."""
+        return self.put(array) if self.torch is None else self.torch.as_tensor(array, device="cuda")
 
     def _normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
         if self.torch is not None:
@@ -164,10 +169,11 @@ class Gpu(Place):
             return array.to(self.torch.float64).cpu().numpy()
         return self._cupy.asnumpy(_as_bits(array)).view(array.dtype).astype(np.float64)
 
-    def keep_rows(self, array: Any, rows: slice) -> Any:
+    def keep_rows(self, array: Any, rows: Sequence[slice]) -> Any:
         bits = _as_bits(array) if isinstance(array, self._cupy.ndarray) else array
         kept = bits * 0
-        kept[:, rows] = bits[:, rows]
+        for some in rows:
+            kept[..., some, :, :] = bits[..., some, :, :]
         return kept if bits is array else kept.view(array.dtype)
 
     def wait(self) -> None:

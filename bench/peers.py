@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ class Peer:
     name = ""
     place = "gpu"  # the name of the place whose arrays it takes; "" is any
     package = ""  # the distribution that it comes from
+    of_packed = False  # it is there for packed sequences alone
 
     def missing(self) -> str | None:
         """Why this peer cannot run at all here, or None."""
@@ -46,8 +49,8 @@ class Peer:
     def bind(self, case: Case, inputs: Inputs) -> Call:
         """A call without arguments that does the attention and nothing else: conversions, copies and warnings come before.
 
-        Its result is out (B, Sq, Hq, Dv), or a tuple that starts with it. For a case of the backward the forward comes before as well, and
-        the result is a tuple that starts with dq, dk and dv.
+        Its result is out (B, Sq, Hq, Dv), packed (T, Hq, Dv), or a tuple that starts with it. For a case of the backward the forward comes
+        before as well, and the result is a tuple that starts with dq, dk and dv.
         """
         raise NotImplementedError
 
@@ -62,10 +65,35 @@ class CupyFlash(Peer):
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         q, k, v, options, dout = inputs
+        attention: Any = cupyflash.attention_varlen if case.lengths else cupyflash.attention
         if not case.backward:
-            return lambda: cupyflash.attention(q, k, v, **options)
-        out, lse, _ = cupyflash.attention(q, k, v, return_lse=True, **options)
+            return lambda: attention(q, k, v, **options)
+        out, lse, _ = attention(q, k, v, return_lse=True, **options)
         return lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=case.deterministic, **options)
+
+
+_ONLY_PACKED = "it is for packed sequences (--varlen)"
+
+
+class CupyFlashDense(CupyFlash):
+    """The library's call for arrays with a batch axis, on the same memory: what packing costs where it is not needed."""
+
+    name, of_packed = f"{OURS}-dense", True
+
+    def why_not(self, case: Case, place: Place) -> str | None:
+        if not case.lengths:
+            return _ONLY_PACKED
+        return None if case.equal else "these sequences have many lengths; --varlen --seqlen packs equal ones"
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        dense = replace(case, lengths=())
+        arrays = (None if x is None else x.reshape(case.batch, -1, *x.shape[1:]) for x in (*inputs[:3], inputs.dout))
+        q, k, v, dout = arrays
+        call = super().bind(dense, Inputs(q, k, v, dense.options, dout))
+        if not case.backward:
+            return lambda: call().reshape(case.out_shape)
+        shapes = case.shapes
+        return lambda: tuple(x.reshape(shape) for x, shape in zip(call(), shapes, strict=False))
 
 
 class Standard(Peer):
@@ -85,6 +113,8 @@ class Standard(Peer):
 
 
 def _formula_cannot(case: Case, score_bytes: int, place: Place) -> str | None:
+    if case.lengths:
+        return "its scores are of sequences that have one length, with a batch axis"
     if case.window_size or case.softcap or case.extras:
         return "it has no window, softcap, bias or mask"
     num_bytes, free = case.num_scores * score_bytes * (2 if case.backward else 1), place.free_bytes()  # P and dS
@@ -244,6 +274,9 @@ def _autograd(out: Any, leaves: Sequence[Any], dout: Any) -> Call:
     return functools.partial(gpu.torch_with_cuda().autograd.grad, out, leaves, dout, retain_graph=True)
 
 
+_NOT_DETERMINISTIC = "it is deterministic only where all of torch is, which is timed nowhere here"
+
+
 class Sdpa(Peer):
     """torch's scaled_dot_product_attention with one of its backends, on transposed views of the same memory, which is how a (B, S, H, D)
     program calls it; `contiguous` copies them to (B, H, S, D) beforehand."""
@@ -258,13 +291,13 @@ class Sdpa(Peer):
         return _no_torch()
 
     def why_not(self, case: Case, place: Place) -> str | None:
+        if case.lengths:
+            return "it takes packed sequences only as nested tensors, which are timed nowhere here"
         if case.window_size or case.softcap or case.extras:
             return "it has no window and no softcap, and its bias is timed nowhere here"
         if case.causal and case.seqlen_q != case.seqlen_k:
             return "its causal mask starts top left, ours ends bottom right: the same only for equal lengths"
-        if case.deterministic:
-            return "it is deterministic only where all of torch is, which is timed nowhere here"
-        return None
+        return _NOT_DETERMINISTIC if case.deterministic else None
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         torch = gpu.torch_with_cuda()
@@ -290,8 +323,72 @@ class Sdpa(Peer):
         return lambda: tuple(x.transpose(1, 2) for x in gradients())
 
 
+class TorchVarlen(Peer):
+    """torch's FlashAttention-2 for packed sequences: its `varlen_attn`, whose options are others in each version, or before torch 2.10 the
+    operation that this calls. Both are differentiated by torch."""
+
+    name, package, of_packed = "torch-varlen", "torch", True
+
+    def missing(self) -> str | None:
+        return _no_torch()
+
+    def why_not(self, case: Case, place: Place) -> str | None:
+        if not case.lengths:
+            return _ONLY_PACKED
+        if case.softcap or case.extras:
+            return "it has no softcap, bias or mask"
+        return _NOT_DETERMINISTIC if case.deterministic else None
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        try:
+            function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        except ImportError:
+            function = _varlen_of_aten
+        left, right = (-1 if side is None else side for side in case.window_size or (None, None))
+        options = _known(
+            function,
+            window_size=(left, 0 if case.causal else right),
+            scale=case.softmax_scale,
+            is_causal=case.causal,
+            enable_gqa=case.num_heads_q != case.num_heads_kv,  # where this is no option, grouped heads are taken as they come
+        )
+        if (case.window_size or case.softmax_scale) and "window_size" not in options:
+            raise NotImplementedError("this version of it has no window and no scale")
+        offsets, longest = (inputs.options[name] for name in ("cu_seqlens_q", "max_seqlen_q"))
+        arguments = offsets, offsets, longest, longest
+        if not case.backward:
+            return lambda: function(*inputs[:3], *arguments, **options)
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        return _autograd(function(*leaves, *arguments, **options), leaves, inputs.dout)
+
+
+def _varlen_of_aten(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Any:
+    flash = gpu.torch_with_cuda().ops.aten._flash_attention_forward
+    sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+    is_causal = window_size == (-1, 0)
+    return flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, is_causal, False, scale=scale, **sides)[0]
+
+
+def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """The options that this version of a function has."""
+    names = inspect.signature(function).parameters
+    return {name: option for name, option in options.items() if name in names}
+
+
 class FlashAttention(Peer):
-    """FlashAttention-3 and -4: one signature, `window_size` of FA4 with None where FA3 has -1."""
+    """FlashAttention-3 and -4: one signature, `window_size` of FA4 with None where FA3 has -1. That for packed sequences differs from
+    version to version in the order of its arguments, not in their names."""
 
     def __init__(self, name: str, module: str, package: str, unlimited: int | None) -> None:
         self.name, self.module, self.package, self.unlimited = name, module, package, unlimited
@@ -304,9 +401,12 @@ class FlashAttention(Peer):
         return _no_torch() or (None if found else f"no module {self.module} ({self.package}); --site adds a folder of packages")
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
-        function = importlib.import_module(self.module).flash_attn_func
+        function = getattr(importlib.import_module(self.module), "flash_attn_varlen_func" if case.lengths else "flash_attn_func")
         left, right = (self.unlimited if side is None or side < 0 else side for side in case.window_size or (None, None))
         options = {"softmax_scale": case.softmax_scale, "causal": case.causal, "window_size": (left, right), "softcap": case.softcap or 0.0}
+        if case.lengths:
+            offsets, longest = (inputs.options[name] for name in ("cu_seqlens_q", "max_seqlen_q"))
+            options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets} | _known(function, max_seqlen_q=longest, max_seqlen_k=longest)
         if case.mode == "decode" and self.name == "fa3":
             options["num_splits"] = 0  # its own choice, as in its function for caches; the default is never to split the keys
         if not case.backward:
@@ -320,19 +420,22 @@ class FlashAttention(Peer):
 
 PEERS: tuple[Peer, ...] = (
     CupyFlash(),
+    CupyFlashDense(),
     Standard(),
     StandardOnGpu(),
     Sdpa("sdpa-flash", "flash"),
     Sdpa("sdpa-cudnn", "cudnn"),
     Sdpa("sdpa-mem", "mem_efficient"),
+    TorchVarlen(),
     FlashAttention("fa3", "flash_attn_interface", "tokenspeed-fa3", -1),
     FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", None),
 )
 
 
-def peers_at(place: str, names: Sequence[str] | None = None) -> tuple[Peer, ...]:
-    """The peers that take arrays of a place, all or the named ones."""
-    return tuple(peer for peer in PEERS if peer.place in ("", place) and (names is None or peer.name in names))
+def peers_at(place: str, names: Sequence[str] | None = None, *, packed: bool = False) -> tuple[Peer, ...]:
+    """The peers that take arrays of a place: the named ones, or all, of which those for packed sequences only where they are `packed`."""
+    at_place = (peer for peer in PEERS if peer.place in ("", place))
+    return tuple(peer for peer in at_place if (packed or not peer.of_packed if names is None else peer.name in names))
 
 
 def versions(peers: Sequence[Peer]) -> dict[str, str]:
@@ -453,16 +556,28 @@ def _rounds(
 
 
 def problem(case: Case) -> dict[str, Any]:
-    """The case as cupyflash.supports and cupyflash.warmup take it."""
+    """The case as cupyflash.supports and cupyflash.warmup take it, which know packed sequences of one length: the longest."""
     sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "dtype")
-    return {**{name: getattr(case, name) for name in sizes}, **case.options, **({"wrt": ("q", "k", "v")} if case.backward else {})}
+    more = {**case.options, **({"packed": True} if case.lengths else {}), **({"wrt": ("q", "k", "v")} if case.backward else {})}
+    return {**{name: getattr(case, name) for name in sizes}, **more}
 
 
-_AROUND = ("bwd_delta", "bwd_convert", "bwd_sum")  # what a backward launches before and after the kernels of its gradients
+# What is launched before and after the kernels of a packed forward and of a backward's gradients.
+_AROUND = ("packed_tiles", "bwd_delta", "bwd_convert", "bwd_sum")
 
 
 def _kernels(case: Case) -> list[str]:
     """The names of the library's kernels for a case. A deterministic dq is planned as one that is asked for alone."""
     asked: list[dict[str, Any]] = [{"wrt": ("k", "v")}, {"wrt": ("q",)}] if case.deterministic else [{}]
-    chosen = [variant for wrt in asked for variant in cupyflash.supports(device="cuda", **{**problem(case), **wrt}).variants]
-    return list(dict.fromkeys(variant.name for variant in chosen if variant.family not in _AROUND))
+
+    def chosen(**sizes: int) -> list[Any]:
+        answers = (cupyflash.supports(device="cuda", **{**problem(case), **wrt, **sizes}) for wrt in asked)
+        return [variant for answer in answers for variant in answer.variants if variant.family not in _AROUND]
+
+    found = chosen()
+    if not case.equal:  # tiles go by the longest sequence, families by the mean as well, and `supports` is only told of equal ones
+        mean = case.tokens[0] // case.batch
+        of_mean = chosen(seqlen_q=mean, seqlen_k=mean)
+        if [variant.family for variant in of_mean] != [variant.family for variant in found]:
+            found = of_mean
+    return list(dict.fromkeys(variant.name for variant in found))

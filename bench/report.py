@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from .cases import DTYPES, Case, short
+from .cases import DTYPES, SEED, Case, drawn_lengths, short
 from .check import LIMITS, Verdict
 from .kernels import Built, Trial, source_line
 from .machine import Diagnosis
@@ -25,6 +25,8 @@ from .tune import Tuned
 
 WIDE = 80  # the tables need 76 columns; below WIDE they drop some and fit 60
 WIDER = 90  # what the table of a GPU needs
+NAME = 11  # what the names of most peers need, and with it the tables; longer ones make both wider
+MAX_LENGTHS = 300  # as many numbers no record has
 PIPED = 100  # a pipe has no width of its own, and nobody gains from columns dropped in a log
 
 
@@ -40,7 +42,17 @@ def console(*, stderr: bool = False) -> Console:
 
 def case_fields(case: Case) -> dict[str, Any]:
     sizes = ("head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k")
-    return {name: getattr(case, name) for name in ("mode", *sizes, "causal", "window_size", "softcap", "dtype")}
+    fields = {name: getattr(case, name) for name in ("mode", *sizes, "causal", "window_size", "softcap", "dtype")}
+    return {**fields, **packing_fields(case)} if case.lengths else fields
+
+
+def packing_fields(case: Case) -> dict[str, Any]:
+    """What tells packed sequences from others and makes them again: how many there are is `batch`; `lengths` is null where they are
+    too many to read, `seed` where they are not those of `drawn_lengths` with that seed."""
+    tokens, longest = case.tokens[0], max(case.lengths)
+    drawn = not case.equal and case.lengths == drawn_lengths(tokens, longest)
+    lengths = list(case.lengths) if case.batch < MAX_LENGTHS else None
+    return {"tokens": tokens, "longest": longest, "seed": SEED if drawn else None, "lengths": lengths}
 
 
 def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
@@ -235,18 +247,20 @@ class Report:
         self.say(f"  numpy {machine['numpy']}, {machine['blas'] or 'BLAS unknown'}")
         self.say(f"  gpu   {gpus}" + ("" if place.arch else ": arrays are NumPy"))
 
-    def start_timings(self, place: Place) -> None:
-        """Measure what the machine can reach, and begin the table."""
+    def start_timings(self, place: Place, names: Iterable[str]) -> None:
+        """Measure what the machine can reach, and begin the table, in which these peers have room."""
         self._ceilings = place.ceilings()
         self.record({"record": "ceilings", "place": place.name, **self._ceilings._asdict()})
         flops, read = self._ceilings
         matmul = f"{si(flops, 'FLOP/s')} matmul" if flops else "matmul unknown (no cuBLAS)"
         self.say(f"  peak  {matmul}, {si(read, 'B/s') if read else 'unknown'} read, measured now\n")
         queued = place.arch is not None
-        first_ms = ("first ms", 9, WIDER if queued else WIDE)
-        host_us = (("host us", 9, WIDE),) if queued else ()
-        rest = (("of peak", 9, WIDE), ("memory", 9, 0), ("speed", 8, 0))
-        self._rows = Columns(self.table, (("", 11, 0), first_ms, ("ms", 9, 0), ("±", 6, WIDE), ("rate", 14, 0), *host_us, *rest))
+        self._name = max([NAME, *(len(name) + 1 for name in names)])
+        wide, wider = (width + self._name - NAME for width in (WIDE, WIDER))
+        first_ms = ("first ms", 9, wider if queued else wide)
+        host_us = (("host us", 9, wide),) if queued else ()
+        rest = (("of peak", 9, wide), ("memory", 9, 0), ("speed", 8, 0))
+        self._rows = Columns(self.table, (("", self._name, 0), first_ms, ("ms", 9, 0), ("±", 6, wide), ("rate", 14, 0), *host_us, *rest))
         self._queued = queued
 
     def explain_columns(self, modes: Container[str]) -> None:
@@ -300,7 +314,7 @@ class Report:
                 else:
                     wrong = outcome.verdict is not None and not outcome.verdict.ok
                     text = f"WRONG: {outcome.verdict}" if wrong else f"not timed: {outcome.why_not}"
-                    self.say(f"  {outcome.peer:<11}{text}", "bold red" if wrong else "dim")
+                    self.say(f"  {outcome.peer:<{self._name}}{text}", "bold red" if wrong else "dim")
 
     def _cells(self, case: Case, outcome: Outcome) -> list[tuple[str, str]]:
         ms, spread, host_us, _, _ = timed(outcome)
@@ -323,8 +337,9 @@ class Report:
         ]
 
     def peers(self, found: dict[str, str]) -> None:
+        width = max([12, *(len(name) + 1 for name in found)])
         for name, version in found.items():
-            self.say(f"{name:<12}{version}", paste=True)
+            self.say(f"{name:<{width}}{version}", paste=True)
 
     # Kernels --------------------------------------------------------------------------------------------------------------------
 

@@ -153,10 +153,11 @@ class Place:
         """An array of this place as a NumPy array of float64."""
         return np.asarray(array).astype(np.float64)
 
-    def keep_rows(self, array: Any, rows: slice) -> Any:
-        """A copy of a (B, S, H, D) array of which only these rows, of all heads, are not zeros."""
+    def keep_rows(self, array: Any, rows: Sequence[slice]) -> Any:
+        """A copy of a (B, S, H, D) or (T, H, D) array of which only these rows, of all heads, are not zeros."""
         kept = np.zeros_like(array)
-        kept[:, rows] = array[:, rows]
+        for some in rows:
+            kept[..., some, :, :] = array[..., some, :, :]
         return kept
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 from cupyflash._version import __version__
-from cupyflash.api import AttentionResult, Report, Support, attention, merge_states, supports, warmup
+from cupyflash.api import AttentionResult, Report, Support, attention, attention_varlen, merge_states, supports, warmup
 from cupyflash.backward import Gradients, attention_backward, attention_vjp
 from cupyflash.environment import show_config
 from cupyflash.errors import (
@@ -21,6 +21,7 @@ from cupyflash.errors import (
     StateError,
     UnsupportedError,
 )
+from cupyflash.packing import pack, unpack
 
 if TYPE_CHECKING:
     from cupyflash import reference
@@ -52,10 +53,13 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_varlen",
     "attention_vjp",
     "merge_states",
+    "pack",
     "reference",
     "show_config",
     "supports",
+    "unpack",
     "warmup",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from cupyflash import arrays, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView, Kind
 from cupyflash.device import HOST_SPEC, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
-from cupyflash.keywords import foreign_keyword, names_foreign_keywords
+from cupyflash.keywords import foreign_keyword, names_foreign_keywords, refuse_unpacked
 from cupyflash.problem import (
     DIFFERENTIABLE,
     ITEMSIZE,
@@ -24,6 +25,7 @@ from cupyflash.problem import (
     differentiated,
     pack_heads,
     to_bshd,
+    varlen,
 )
 from cupyflash.variants import Variant
 
@@ -141,7 +143,7 @@ def attention(
         q_, k_, v_, rest = reader[type(q)](q, "q"), reader[type(k)](k, "k"), reader[type(v)](v, "v"), []
         kinds: tuple[Any, ...] = q_[1], k_[1], v_[1]
     else:
-        every = zip(_NAMES, (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k), strict=True)
+        every = zip(_DENSE_NAMES, (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k), strict=True)
         given: Any = [None if x is None and name not in _NAMES[:3] else arrays.read(x, name, stream) for name, x in every]
         q_, k_, v_, *rest = given
         kinds = tuple([array and array[1] for array in given])
@@ -165,7 +167,100 @@ def attention(
         return call.compute(q_, k_, v_, rest, out)
 
 
+@names_foreign_keywords
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: Causal = False,
+    window_size: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Exact attention of B sequences of any lengths, packed one behind the other in arrays without padding.
+
+    Sequence b is the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and the keys ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1]``
+    of k and v, as in FlashAttention's `varlen` functions (Dao, arXiv 2307.08691). Its result is what `attention` computes of these rows and
+    keys alone, in the same order of operations. `cupyflash.pack` makes packed arrays of separate ones.
+
+    Parameters
+    ----------
+    q : (Tq, Hq, D) : Tq tokens of all sequences. Libraries, dtypes and strides as in `attention`.
+    k, v : (Tk, Hkv, D) and (Tk, Hkv, Dv), of q's library, device and dtype; Hq a multiple of Hkv, D and Dv 1 to 256.
+    cu_seqlens_q, cu_seqlens_k : (B + 1,), int32, where q is, or in NumPy. None for k's: the same as q's, and then Tk is Tq. Equal offsets
+        are an empty sequence; tokens before the first and behind the last offset belong to none. Offsets in GPU memory are not read by the
+        host, so a captured CUDA graph may have other ones in each replay. Offsets that decrease, or lie outside of 0 to T, are clamped:
+        begin to [0, T], end to [begin, T]; with CUPYFLASH_DEBUG=check a warning of the host path says so.
+    max_seqlen_q, max_seqlen_k : the longest sequence, if known: helps to choose a kernel. Too small a number costs time, not correctness.
+    causal, window_size : as in `attention`, around the diagonal of each sequence, with offset = its keys - its rows (used ones, where
+        given); "top_left" is offset = 0.
+    softmax_scale, softcap : as in `attention`.
+    alibi_slopes : (Hq,) or (B, Hq), float32: adds ``-slope * abs(i + offset - j)``, i and j counted in the sequence.
+    sink : (Hq,), float32 or q's dtype: in every sequence one more key with this logit and value zero.
+    seqused_q, seqused_k : (B,), int32: rows and keys of each sequence in use, from its first; clamped to its length.
+    out, out_dtype, return_lse, stream : as in `attention`.
+
+    Returns
+    -------
+    out : (Tq, Hq, Dv) in q's library, stored in q's axis order where q is dense. Or, with return_lse,
+    AttentionResult(out, lse, max_logits=None) : lse is (Hq, Tq), natural log; float32, float64 for float64 inputs.
+
+    A row that sees no key gives out 0 and lse -inf (with a sink: lse = sink). Rows of no sequence, and past seqused_q, give 0 and -inf.
+    What lies in tokens of no sequence, or past used lengths, NaN included, never enters a result.
+
+    Raises
+    ------
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`, before anything is computed. `mask`, `bias` and
+    `layout` are no arguments: they have no meaning in packed arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyflash
+    >>> q = np.random.default_rng(0).standard_normal((10, 8, 64), dtype=np.float32)  # three sequences: of 3, 0 and 7 tokens
+    >>> k, v = q[:, :2] * 0.5, q[:, 2:4]
+    >>> cu_seqlens = np.array([0, 3, 3, 10], np.int32)
+    >>> out, lse, _ = cupyflash.attention_varlen(q, k, v, cu_seqlens, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((10, 8, 64), (8, 10))
+    >>> alone = cupyflash.attention(q[3:], k[3:], v[3:], causal=True)
+    >>> bool(np.allclose(out[3:], alone, atol=1e-6))
+    True
+    """
+    every = (q, k, v, out, None, None, alibi_slopes, sink, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k)
+    named = zip(_NAMES, every, strict=True)
+    given: Any = [None if x is None and name not in ("q", "k", "v", "cu_seqlens_q") else arrays.read(x, name, stream) for name, x in named]
+    kinds = tuple([array and array[1] for array in given])
+    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    dtype = None if out_dtype is None else arrays.dtype_name(out_dtype)
+    hints = max_seqlen_q, max_seqlen_k
+    call = arrays.prepared(_prepare, kinds, "bshd", causal, window, softmax_scale, softcap, dtype, return_lse, *hints)
+    given[-1] = given[-1] or given[-2]
+    q_, k_, v_, *rest = given
+    if out is not None:
+        views = arrays.located(call.views, given)
+        arrays.check_out("out", out, views["out"], views)
+    if stream is None and call.current_context() in call.contexts:
+        return call.compute(q_, k_, v_, rest, out)
+    with arrays.on_stream(stream, [*arrays.located(call.views, given).values()]), launch.on_device(call.device_id):
+        return call.compute(q_, k_, v_, rest, out)
+
+
 _NAMES = Operands._fields
+_DENSE_NAMES = _NAMES[:-2]  # without cu_seqlens_*
 Compute = Callable[[Array, Array, Array, list[Array | None], Any], Any]  # (q, k, v, the other operands or nothing, `out`) -> the result
 
 
@@ -190,23 +285,24 @@ def _prepare(
     softcap: float | None,
     out_dtype: str | None,
     return_lse: bool,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> _Call:
-    """Check and plan a call; the kinds are those of q, k and v, or of all operands."""
+    """Check and plan a call; the kinds are those of q, k and v, or of all operands but cu_seqlens_*, or of all."""
     views = {name: arrays.describe(kind, name) for name, kind in zip(_NAMES, kinds, strict=False) if kind is not None}
     arrays.check_together(views)
     like = views["q"]
+    there = {  # a NumPy vector beside GPU arrays as it will be on the device
+        name: view if view.device_id == like.device_id else arrays.fresh(view, view.shape, view.dtype) for name, view in views.items()
+    }
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
+    options |= {"out_dtype": out_dtype, "return_lse": return_lse}
+    if "cu_seqlens_q" in views:
+        problem, operands = varlen(Operands(**there), **options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        views.setdefault("cu_seqlens_k", views["cu_seqlens_q"])
+    else:
+        problem, operands = dense(Operands(**there), **options, layout=layout)
     host_vectors = [name for name, view in views.items() if view.device_id != like.device_id]
-    moved = {name: arrays.fresh(views[name], views[name].shape, views[name].dtype) for name in host_vectors}  # as they are on the device
-    problem, operands = dense(
-        Operands(**(views | moved)),
-        layout=layout,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        out_dtype=out_dtype,
-        return_lse=return_lse,
-    )
     out = arrays.fresh(like, (*like.shape[:-1], problem.head_dim_v), problem.out_dtype, arrays.storage_order(like))
     lse_shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)[4 - len(out.shape) :]
     lse = arrays.fresh(like, lse_shape, problem.lse_dtype) if return_lse else None
@@ -231,11 +327,15 @@ def _on_gpu(
     device = query(like.device_id)
     problem, operands = pack_heads(problem, operands)
     schedule = plan.forward(problem, device)
-    numbers = (params.numbers(problem, operands, schedule.section),)
+    numbers = (params.numbers(problem, operands, schedule.section, schedule.tiles),)
     maps = launch.maps_of(schedule, operands._asdict(), like.device_id)
-    packing = launch.Packing(params.pointers_given(operands, lse_view), numbers, params.FORWARD.size, *maps)
+    workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
+    packing = launch.Packing(params.pointers_given(operands, lse_view, **workspaces), numbers, params.FORWARD.size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
     allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)
+    allocate_workspaces = [arrays.allocator(view, like) for view in workspaces.values()]
+    only_out = allocate_lse is None and not workspaces
+    others = [n for n, name in enumerate(_NAMES[3:]) if n and getattr(operands, name) is not None]  # where in `rest`
 
     def compute(q: Array, k: Array, v: Array, rest: list[Any], out: Any) -> Any:
         out_ptr, out = allocate_out(q[2]) if out is None else (rest[0][0], out)
@@ -244,13 +344,20 @@ def _on_gpu(
             for name in host_vectors:
                 n = _NAMES.index(name) - 3
                 rest[n] = arrays.to_device(rest[n][2], like._replace(owner=q[2]), name)
-            addresses += tuple([array[0] for array in rest[1:] if array])
-        if allocate_lse is None:
+            addresses += tuple([rest[n][0] for n in others])
+        if only_out:
             queue(addresses)
             return out
-        lse_ptr, lse = allocate_lse(q[2])
-        queue((*addresses, lse_ptr))
-        return AttentionResult(out, lse)
+        lse = None
+        if allocate_lse is not None:
+            lse_ptr, lse = allocate_lse(q[2])
+            addresses += (lse_ptr,)
+        if allocate_workspaces:
+            made = [allocate(q[2]) for allocate in allocate_workspaces]
+            arrays.keep_if_captured(made, like)
+            addresses += tuple([ptr for ptr, _ in made])
+        queue(addresses)
+        return out if lse is None else AttentionResult(out, lse)
 
     return compute
 
@@ -266,7 +373,8 @@ def _on_host(problem: AttentionProblem, operands: Operands, like: ArrayView, out
         if out is None:
             _, out = allocate_out(q[2])
         _, lse = allocate_lse(q[2]) if allocate_lse else (0, None)
-        rows = lse_view and at(lse_view, lse).reshape(problem.batch, problem.num_heads_q, problem.seqlen_q)
+        rows = at(lse_view, lse)
+        rows = rows if rows is None or rows.ndim == 3 else rows[None]  # also where q has no batch axis
         owners = (q[2], k[2], v[2], out, *[array and array[2] for array in rest[1:]])
         host.attention(problem, Operands(*map(at, operands, owners)), rows)
         this = like._replace(owner=q[2])
@@ -372,6 +480,7 @@ def supports(
     seqused_k: bool = False,
     out_dtype: str | None = None,
     return_lse: bool = False,
+    packed: bool = False,
     wrt: Sequence[str] = (),
 ) -> Support:
     """Whether `attention` computes such a call, without arrays and without a GPU; the same checks and tables decide both.
@@ -384,6 +493,7 @@ def supports(
     device : "host", "cuda" for the current GPU, or an architecture as "sm_80", "sm_90a".
     bias, mask, alibi_slopes, sink, seqused_q, seqused_k : whether the call has such an array.
     causal, window_size, softmax_scale, softcap, return_lse : as in `attention`.
+    packed : the question is about `attention_varlen`, of `batch` sequences of these lengths.
     wrt : with names, as in `attention_backward`, the question is about that call.
 
     Returns
@@ -403,7 +513,13 @@ def supports(
     'no kernel for head_dim 300: 256 is the largest for forward and backward'
     """
     hkv, sk, dv = num_heads_kv or num_heads_q, seqlen_q if seqlen_k is None else seqlen_k, head_dim_v or head_dim
-    shapes = {"q": (batch, seqlen_q, num_heads_q, head_dim), "k": (batch, sk, hkv, head_dim), "v": (batch, sk, hkv, dv)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (batch, seqlen_q, num_heads_q, head_dim),
+        "k": (batch, sk, hkv, head_dim),
+        "v": (batch, sk, hkv, dv),
+    }
+    if packed:
+        shapes = {name: (batch * seqlen, *rest) for name, (_, seqlen, *rest) in shapes.items()}
     options = {
         "bias": (bias, (seqlen_q, sk), dtype),
         "mask": (mask, (seqlen_q, sk), "bool"),
@@ -411,11 +527,17 @@ def supports(
         "sink": (sink, (num_heads_q,), "float32"),
         "seqused_q": (seqused_q, (batch,), "int32"),
         "seqused_k": (seqused_k, (batch,), "int32"),
+        "cu_seqlens_q": (packed, (batch + 1,), "int32"),
+        "cu_seqlens_k": (packed, (batch + 1,), "int32"),
     }
     views = {name: _shape_only(shape, dtype) for name, shape in shapes.items()}
     views |= {name: _shape_only(shape, kind) for name, (given, shape, kind) in options.items() if given}
+    state: Callable[..., tuple[AttentionProblem, Operands]] = dense
     try:
-        problem, _ = dense(
+        if packed:
+            refuse_unpacked(bias=bias or None, mask=mask or None)
+            state = functools.partial(varlen, max_seqlen_q=seqlen_q, max_seqlen_k=sk)
+        problem, _ = state(
             Operands(**views),
             causal=causal,
             window_size=window_size,
@@ -431,7 +553,7 @@ def supports(
         return Support(False, e.reason, e.alternatives)
     except CupyflashError as e:
         return Support(False, str(e))
-    step = schedule.steps[:2][-1] if schedule.steps else None  # the second of a backward is the one that a table chose
+    step = next((step for step in schedule.steps if step.variant.family not in ("packed_tiles", "bwd_delta")), None)  # a table chose it
     variants = tuple(step.variant for step in schedule.steps)
     return Support(True, f"{step.variant.name}: {step.why}" if step else "nothing is to be computed", (), variants)
 
@@ -448,7 +570,8 @@ class Report(NamedTuple):
 
 @names_foreign_keywords
 def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str | None = None) -> list[Report]:
-    """Compile ahead what calls of `attention` and `attention_backward` will need: for the current GPU, or for another one without any.
+    """Compile ahead what calls of `attention`, `attention_varlen` and `attention_backward` will need: for the current GPU, or for another
+    one without any.
 
     A kernel is compiled at the first call that needs it, which takes up to some seconds and raises StateError inside a stream capture.
     This compiles on all cores, into files of the cache folder that every later process reads; for the current GPU it also loads them.

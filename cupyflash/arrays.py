@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cupyflash.errors import ArgumentError, DeviceError, DtypeError, SetupError, ShapeError, StateError, UnsupportedError
+from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, SetupError, ShapeError, StateError, UnsupportedError
 
 HOST = -1  # device_id of arrays in host memory
 
@@ -93,6 +93,16 @@ def cached_by_kinds(prepare: Callable[..., Prepared]) -> functools._lru_cache_wr
     if hasattr(os, "register_at_fork"):  # elsewhere nothing forks
         os.register_at_fork(after_in_child=cached.cache_clear)
     return cached
+
+
+def prepared(prepare: functools._lru_cache_wrapper[Prepared], kinds: tuple[Kind | None, ...], *options: Any) -> Prepared:
+    """`prepare(kinds, *options)`, also where an option cannot be hashed: then it is a wrong one, and its check names it."""
+    try:
+        return prepare(kinds, *options)
+    except TypeError as e:
+        if isinstance(e, CupyflashError):
+            raise
+        return prepare.__wrapped__(kinds, *options)
 
 
 # --- reading each library's arrays -------------------------------------------------------------------------------------------------
@@ -312,7 +322,7 @@ def _numpy_dtype(name: str) -> Any:
 # --- one call's arrays belong together -----------------------------------------------------------------------------------------------
 
 # Small vectors that a caller of any library may hold as NumPy arrays.
-VECTORS = frozenset({"alibi_slopes", "seqused_q", "seqused_k"})
+VECTORS = frozenset({"alibi_slopes", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k"})
 
 
 def check_together(views: dict[str, ArrayView]) -> None:
@@ -512,6 +522,27 @@ def give_back(result: Any, like: ArrayView) -> Any:
     return sys.modules["jax"].device_put(result, next(iter(like.owner.devices())))
 
 
+def concatenate(views: Sequence[ArrayView]) -> Any:
+    """Arrays of one library and place one behind the other, by that library."""
+    like, owners = views[0], [view.owner for view in views]
+    if like.library == "torch":
+        return sys.modules["torch"].cat(owners)
+    if like.library == "jax":
+        return sys.modules["jax"].numpy.concatenate(owners)
+    if like.library == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(like.device_id):
+            return cupy.concatenate(owners)
+    return np.concatenate(owners)
+
+
+def vector(values: np.ndarray[Any, Any], like: ArrayView, name: str) -> Any:
+    """A small NumPy vector as an array of `like`'s library in its place."""
+    if like.device_id != HOST:
+        return to_device(values, like, name)[2]
+    return sys.modules["torch"].from_numpy(values) if like.library == "torch" else give_back(values, like)
+
+
 def _check_jax_dtype(dtype: str) -> None:
     if dtype == "float64" and not sys.modules["jax"].config.jax_enable_x64:
         raise DtypeError("out_dtype is float64 and JAX holds no float64 until jax.config.update('jax_enable_x64', True)")
@@ -554,6 +585,17 @@ def is_capturing(like: ArrayView) -> bool:
     if like.library == "torch":
         return bool(sys.modules["torch"].cuda.is_current_stream_capturing())
     return bool(sys.modules["cupy"].cuda.get_current_stream(like.device_id).is_capturing())
+
+
+# Workspaces of captured calls, for good: CuPy's pool would give their memory away while replays still write there. (PyTorch's graphs have
+# pools of their own.)
+_captured: list[Any] = []
+
+
+def keep_if_captured(workspaces: Any, like: ArrayView) -> None:
+    """Hold the workspaces of a call until the process ends, if the call is recorded into a CUDA graph whose replays write there again."""
+    if like.library != "torch" and is_capturing(like):
+        _captured.append(workspaces)
 
 
 def stream_handle(stream: Any) -> int:

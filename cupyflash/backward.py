@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cupyflash import arrays, launch, params, plan
-from cupyflash.api import attention
+from cupyflash.api import attention, attention_varlen
 from cupyflash.arrays import HOST, Allocator, ArrayView
 from cupyflash.device import HOST_SPEC, query
-from cupyflash.errors import ArgumentError, CupyflashError
-from cupyflash.keywords import names_foreign_keywords
+from cupyflash.errors import ArgumentError
+from cupyflash.keywords import names_foreign_keywords, refuse_unpacked
 from cupyflash.launch import Queue
 from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
 
@@ -48,6 +48,10 @@ def attention_backward(
     sink: Any = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     dq: Any = None,
@@ -55,7 +59,8 @@ def attention_backward(
     dv: Any = None,
     stream: Any = None,
 ) -> Gradients:
-    """Gradients of sum(out * dout) + sum(lse * dlse), where (out, lse) is what `attention` returned for the same arguments.
+    """Gradients of sum(out * dout) + sum(lse * dlse), where (out, lse) is what `attention` returned for the same arguments; with
+    cu_seqlens_q, what `attention_varlen` did.
 
     Scores are computed again tile by tile from q, k and lse, so nothing of size Sq x Sk is kept or made, but for dbias. With
     ``p = exp(s - lse)`` and ``delta_i = dout_i . out_i - dlse_i``: ``dv_j = sum_i p_ij dout_i``, ``ds_ij = p_ij (dout_i . v_j - delta_i)``,
@@ -64,7 +69,8 @@ def attention_backward(
     Parameters
     ----------
     dout : (B, Sq, Hq, Dv), gradient of out, in its layout and dtype. Any strides, also 0, as the gradient of a sum has.
-    q, k, v and the options from causal to layout : as given to `attention`.
+    q, k, v and the options from causal to layout : as given to `attention`, or to `attention_varlen`. Then dout, q and out are (Tq, H, D),
+        k and v (Tk, H, D), lse and dlse (Hq, Tq), and cu_seqlens_q says which rows are a sequence; bias, mask and layout are not for those.
     out : (B, Sq, Hq, Dv), as `attention` returned it, in whatever out_dtype. Its rounding enters every gradient.
     lse : (B, Hq, Sq), (Hq, Sq) for 3-D inputs: float32, float64 for float64 inputs; as `attention` returned it. Any strides.
     dlse : gradient that arrives through the LSE, shaped and typed as lse; default 0.
@@ -83,8 +89,8 @@ def attention_backward(
         order where it is dense; None where `wrt` does not name it or the option is not used. dk and dv are summed over the query heads of a
         group, dbias and dalibi_slopes over the axes along which they were broadcast: in float32, float64 for float64 inputs.
 
-    A row whose lse is -inf, and one past seqused_q, contributes exactly 0, whatever dout and dlse hold there. What no row sees has
-    gradients of exactly 0. What lies in places that a row does not see, NaN included, never enters through that row.
+    A row whose lse is -inf, one past seqused_q and one of no sequence contribute exactly 0, whatever dout and dlse hold there. What no row
+    sees has gradients of exactly 0. What lies in places that a row does not see, NaN included, never enters through that row.
 
     Raises
     ------
@@ -102,7 +108,12 @@ def attention_backward(
     """
     if lse is None:
         raise ArgumentError("lse is None: `attention` returns it with return_lse=True")
-    every = (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, dout, lse, dlse, dq, dk, dv)
+    if cu_seqlens_q is not None:
+        refuse_unpacked(bias=bias, mask=mask, layout=layout)
+    for name, option in (("cu_seqlens_k", cu_seqlens_k), ("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if cu_seqlens_q is None and option is not None:
+            raise ArgumentError(f"{name}= was given without cu_seqlens_q=, which says where the rows of each packed sequence begin")
+    every = (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k)
     given = [
         None if array is None and name not in _REQUIRED else arrays.read(array, name, stream)
         for array, name in zip(every, _NAMES, strict=True)
@@ -110,13 +121,10 @@ def attention_backward(
     kinds = tuple([array and array[1] for array in given])
     window = tuple(window_size) if isinstance(window_size, list) else window_size
     names = tuple(wrt) if isinstance(wrt, list) else wrt
-    options = (layout, causal, window, softmax_scale, softcap, names, deterministic)
-    try:
-        call = _prepare(kinds, *options)
-    except TypeError as e:
-        if isinstance(e, CupyflashError):
-            raise
-        call = _prepare.__wrapped__(kinds, *options)  # an option that cannot be hashed is a wrong one: let its check name it
+    options = (layout, causal, window, softmax_scale, softcap, names, deterministic, max_seqlen_q, max_seqlen_k)
+    call = arrays.prepared(_prepare, kinds, *options)
+    if cu_seqlens_k is None:
+        given[-1] = given[-2]
     views = arrays.located(call.views, given)
     targets = {"dq": dq, "dk": dk, "dv": dv}
     for name, array in targets.items():
@@ -132,9 +140,9 @@ def attention_backward(
             _run_on_host(call, views, results)
         else:
             workspaces = {name: _made(*made, like) for name, made in call.workspaces.items()}
-            if like.library != "torch" and arrays.is_capturing(like):
-                _captured.append(workspaces)
-            addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"])
+            arrays.keep_if_captured(workspaces, like)
+            lists = workspaces.get("row_tiles"), workspaces.get("key_tiles")
+            addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"], *lists)
             call.queue(tuple(addresses), params.backward_pointers({**views, **results, **workspaces}))
     return Gradients(
         **{name: arrays.give_back(x.owner, like) if targets.get(name) is None else targets[name] for name, x in results.items()}
@@ -148,12 +156,12 @@ def attention_vjp(
 
     Parameters
     ----------
-    q, k, v and the options : as in `attention`.
+    q, k, v and the options : as in `attention` or, with cu_seqlens_q by its name among them, as in `attention_varlen`.
     wrt, deterministic : as in `attention_backward`.
 
     Returns
     -------
-    (out, pullback) : out is what `attention` returns, AttentionResult(out, lse, max_logits=None) with return_lse. ``pullback(dout,
+    (out, pullback) : out is what that function returns, AttentionResult(out, lse, max_logits=None) with return_lse. ``pullback(dout,
         dlse=None)`` gives the Gradients of `attention_backward`, any number of times. It holds q, k, v, the arrays among the options, out
         and lse, and reads them when called: do not write into them before.
 
@@ -172,7 +180,8 @@ def attention_vjp(
     """
     differentiated(wrt)
     return_lse = options.pop("return_lse", False)
-    result = attention(q, k, v, return_lse=True, **options)
+    forward: Any = attention if options.get("cu_seqlens_q") is None else attention_varlen
+    result = forward(q, k, v, return_lse=True, **options)
     kept = {name: option for name, option in options.items() if name not in ("out", "out_dtype")}
 
     def pullback(dout: Any, dlse: Any = None) -> Gradients:
@@ -181,7 +190,7 @@ def attention_vjp(
     return (result if return_lse else result.out), pullback
 
 
-_NAMES = (*Operands._fields, *BackwardOperands._fields[:6])
+_NAMES = (*Operands._fields[:-2], *BackwardOperands._fields[:6], *Operands._fields[-2:])  # cu_seqlens_k at the end: None stands for q's
 _REQUIRED = frozenset({"q", "k", "v", "out", "dout"})
 
 
@@ -191,11 +200,6 @@ _New = tuple[ArrayView, Allocator]  # an array to be made for each call, and wha
 def _made(view: ArrayView, allocate: Allocator, like: ArrayView) -> ArrayView:
     ptr, owner = allocate(like.owner)
     return view._replace(ptr=ptr, owner=owner)
-
-
-# Workspaces of captured calls, for good: CuPy's pool would give their memory away while replays still write there. (PyTorch's graphs have
-# pools of their own.)
-_captured: list[dict[str, ArrayView]] = []
 
 
 class _Call(NamedTuple):
@@ -222,16 +226,20 @@ def _prepare(
     softcap: float | None,
     wrt: tuple[str, ...],
     deterministic: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
 ) -> _Call:
     """Check and plan a call."""
     views = {name: arrays.describe(kind, name) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
     arrays.check_together(views)
     like = views["q"]
-    host_vectors = tuple(name for name, view in views.items() if view.device_id != like.device_id)
-    given = views | {name: arrays.fresh(views[name], views[name].shape, views[name].dtype) for name in host_vectors}  # as they are copied
+    given = {  # a NumPy vector beside GPU arrays as it will be on the device
+        name: view if view.device_id == like.device_id else arrays.fresh(view, view.shape, view.dtype) for name, view in views.items()
+    }
+    packed = "cu_seqlens_q" in views
     problem, operands, more = dense_backward(
         Operands(*[given.get(name) for name in Operands._fields]),
-        BackwardOperands(*[given.get(name) for name in _NAMES[len(Operands._fields) :]]),
+        BackwardOperands(*[given.get(name) for name in BackwardOperands._fields[:6]]),
         layout=layout,
         wrt=wrt,
         deterministic=deterministic,
@@ -239,7 +247,11 @@ def _prepare(
         window_size=window_size,
         softmax_scale=softmax_scale,
         softcap=softcap,
+        **({"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k} if packed else {}),
     )
+    if packed:
+        views.setdefault("cu_seqlens_k", views["cu_seqlens_q"])
+    host_vectors = tuple(name for name, view in views.items() if view.device_id != like.device_id)
     results = {}
     for name in problem.wrt:
         x = given[name]
@@ -257,7 +269,10 @@ def _prepare(
     for name, num_bytes in schedule.workspaces:
         made = arrays.fresh(like, (num_bytes,), "uint8")
         workspaces[name] = made, arrays.allocator(made, like)
-    numbers = params.numbers(problem.forward, operands, schedule.section), params.backward_numbers(problem, more, schedule.sum_width)
+    numbers = (
+        params.numbers(problem.forward, operands, schedule.section, schedule.tiles),
+        params.backward_numbers(problem, more, schedule.sum_width),
+    )
     maps = launch.maps_of(schedule, operands._asdict() | {"dout": more.dout}, like.device_id)
     packing = launch.Packing("Q" * len(params.pointers(operands, None)), numbers, params.BACKWARD.size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
@@ -268,7 +283,7 @@ def _run_on_host(call: _Call, views: dict[str, ArrayView], results: dict[str, Ar
     from cupyflash import host_backward  # 3 ms of an import of the package
 
     def at(name: str, shaped: Any) -> Any:
-        return arrays.on_host(shaped._replace(owner=views[name].owner)) if name in views else None
+        return shaped and arrays.on_host(shaped._replace(owner=views[name].owner))
 
     operands = Operands(*[at(name, shaped) for name, shaped in zip(Operands._fields, call.operands, strict=True)])
     given = [at(name, getattr(call.more, name)) for name in ("dout", "lse", "dlse")]

@@ -11,6 +11,8 @@ numbers. Every element of the result is computed by one thread.
 A tile is `batch x kv heads x (group x query rows) x keys`: the query heads of a group share their keys, so they are rows of one matrix
 product, and short sequences put many heads into one tile, so NumPy's cost of about 1 us a call is spread.
 
+Packed sequences that follow one another and are equally long are a batch of a dense call, as views; all batches' tiles are in one list.
+
 bfloat16 arrays arrive as their bits in uint16: widening is a shift, and narrowing rounds to nearest even, with no other package.
 """
 
@@ -18,18 +20,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
 from cupyflash.problem import AttentionProblem, Operands
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 R = TypeVar("R")
 _log = logging.getLogger("cupyflash")
 
@@ -42,39 +45,123 @@ _SERIAL = 1 << 20  # below so many scores in all a call takes 2 ms or less, and 
 
 def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None:
     """Fill `a.out` (B, Sq, Hq, Dv) and, unless None, `lse` (B, Hq, Sq); every operand is a NumPy array in the axis order of Operands."""
-    p = problem
-    used_q = used_lengths("seqused_q", a.seqused_q, p.seqlen_q, p.batch)
-    used_k = used_lengths("seqused_k", a.seqused_k, p.seqlen_k, p.batch)
-    tiles = list(_query_tiles(p, ragged=a.seqused_q is not None or a.seqused_k is not None))
+    if problem.packed:  # what belongs to no sequence
+        a.out[...] = 0
+        if lse is not None:
+            lse[...] = -np.inf
+    found = batches(problem, a)
+    jobs = [_Job(batch, tile) for batch in found for tile in _query_tiles(batch)]
 
-    def compute(tile: Tile) -> None:
+    def compute(job: _Job) -> None:
+        batch, tile = job
+        used_q, used_k = batch.used_q[tile.b.start], batch.used_k[tile.b.start]
         with np.errstate(all="ignore"):  # inf and NaN of the inputs travel as IEEE says; a warning about them would name no argument
-            _one_tile(p, a, lse, tile, used_q[tile.b.start], used_k[tile.b.start])
+            _one_tile(batch.p, batch.a, batch.heads_of(lse), tile, used_q, used_k)
 
-    with workers(len(tiles), scores=p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k) as run:
-        for _ in run(compute, tiles):  # the loop raises what a tile raised
+    with workers(len(jobs), found) as run:
+        for _ in run(compute, jobs):  # the loop raises what a tile raised
             pass
 
 
+class Batch(NamedTuple):
+    """Sequences of equal lengths, side by side in memory: all of a dense call, or packed ones that follow one another."""
+
+    p: AttentionProblem  # of these sequences, as of a dense call
+    a: Operands  # what is theirs, as views
+    used_q: list[int]
+    used_k: list[int]
+    first: int = 0  # of the sequences
+    first_row: int | None = None  # in packed arrays; None: arrays have a batch axis
+    first_key: int | None = None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a tile may have no more than one sequence."""
+        return len({*zip(self.used_q, self.used_k, strict=True)}) > 1
+
+    def rows_of(self, x: Any) -> Any:
+        """What is theirs of an array (B, Sq, ...), packed (1, Tq, ...), as a view; of None, None."""
+        return _cut(x, self.first_row, self.p.batch, self.p.seqlen_q)
+
+    def keys_of(self, x: Any) -> Any:
+        """The same of (B, Sk, ...)."""
+        return _cut(x, self.first_key, self.p.batch, self.p.seqlen_k)
+
+    def heads_of(self, x: Any) -> Any:
+        """The same of (B, Hq, Sq)."""
+        return None if x is None else self.rows_of(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+    def entries_of(self, x: Any) -> Any:
+        """The same of (B, ...), which has an entry for each sequence also where they are packed."""
+        return None if x is None else x[self.first : self.first + self.p.batch]
+
+    def operands_of(self, a: Operands) -> Operands:
+        q, k, v, out = self.rows_of(a.q), self.keys_of(a.k), self.keys_of(a.v), self.rows_of(a.out)
+        return Operands(q, k, v, out, alibi_slopes=self.entries_of(a.alibi_slopes), sink=a.sink)
+
+
+def _cut(x: Any, first: int | None, batch: int, seqlen: int) -> Any:
+    return x if x is None or first is None else x[0, first : first + batch * seqlen].reshape(batch, seqlen, *x.shape[2:])
+
+
+def batches(p: AttentionProblem, a: Operands) -> list[Batch]:
+    """The sequences of a call."""
+    first_row, rows = _offsets("cu_seqlens_q", a.cu_seqlens_q, p.batch, p.seqlen_q)
+    first_key, keys = _offsets("cu_seqlens_k", a.cu_seqlens_k, p.batch, p.seqlen_k)
+    used_q = _used_lengths("seqused_q", a.seqused_q, rows)
+    used_k = _used_lengths("seqused_k", a.seqused_k, keys)
+    if not p.packed:
+        return [Batch(p, a, used_q, used_k)]
+    differs = (np.diff(rows) != 0) | (np.diff(keys) != 0)  # equal ones are side by side, or empty
+    starts = [0, *(np.flatnonzero(differs) + 1).tolist(), p.batch] if p.batch else []
+    found = []
+    for n, end in itertools.pairwise(starts):
+        theirs = p._replace(batch=end - n, seqlen_q=int(rows[n]), seqlen_k=int(keys[n]), packed=False)
+        batch = Batch(theirs, a, used_q[n:end], used_k[n:end], n, int(first_row[n]), int(first_key[n]))
+        found.append(batch._replace(a=batch.operands_of(a)))
+    return found
+
+
+class Job(Protocol):
+    @property
+    def num_scores(self) -> int: ...
+
+
+J = TypeVar("J", bound=Job)
+
+
 @contextlib.contextmanager
-def workers(tiles: int, scores: int) -> Iterator[Callable[[Callable[[T], R], Iterable[T]], Iterator[R]]]:
-    """A `map` over tiles whose results come in order: on threads, each with a BLAS of one thread, where a call is long enough for them."""
-    threads = min(tiles, _num_cpus(), _MAX_THREADS)
-    if threads < 2 or scores < _SERIAL:
+def workers(jobs: int, found: list[Batch]) -> Iterator[Callable[[Callable[[J], R], Iterable[J]], Iterator[R]]]:
+    """A `map` over jobs whose results come in order: on threads, each with a BLAS of one thread, where a call is long enough for them."""
+    threads = min(jobs, _num_cpus(), _MAX_THREADS)
+    if threads < 2 or sum(p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k for p, *_ in found) < _SERIAL:
         yield map
         return
 
-    def run(compute: Callable[[T], R], tiles: Iterable[T]) -> Iterator[R]:
-        def compute_alone(tile: T) -> R:
+    def run(compute: Callable[[J], R], jobs: Iterable[J]) -> Iterator[R]:
+        def compute_alone(some: list[J]) -> list[R]:
             with _one_blas_thread():  # an OpenMP BLAS has a number of threads for each of ours
-                return compute(tile)
+                return [compute(job) for job in some]
 
-        return pool.map(compute_alone, tiles)
+        return itertools.chain.from_iterable(pool.map(compute_alone, _some_at_a_time(jobs)))
 
     from concurrent.futures import ThreadPoolExecutor  # 2 ms of an import that calls on a GPU do not need
 
     with _all_cores, _one_blas_thread(), ThreadPoolExecutor(threads, thread_name_prefix="cupyflash") as pool:
         yield run
+
+
+def _some_at_a_time(jobs: Iterable[J]) -> Iterator[list[J]]:
+    """Full tiles one by one, small ones together: a thread would spend more time on taking one of a few scores than on computing it."""
+    some, cost = [], 0
+    for job in jobs:
+        some.append(job)
+        cost += job.num_scores + _TILE // 32  # NumPy's calls for a tile of one score take as long as those many scores
+        if cost > _TILE // 4:
+            yield some
+            some, cost = [], 0
+    if some:
+        yield some
 
 
 # Most BLAS have one number of threads for the process, so calls that change it take turns; each keeps all cores busy anyway.
@@ -104,13 +191,28 @@ class Tile(NamedTuple):
     m: slice  # query rows
 
 
-def _query_tiles(p: AttentionProblem, ragged: bool) -> Iterator[Tile]:
+class _Job(NamedTuple):
+    batch: Batch
+    tile: Tile
+
+    @property
+    def num_scores(self) -> int:
+        return num_scores(self.batch.p, self.tile, self.batch.p.seqlen_k)
+
+
+def num_scores(p: AttentionProblem, tile: Tile, keys: int) -> int:
+    sizes: list[int] = [s.stop - s.start for s in tile]
+    return math.prod(sizes) * (p.num_heads_q // p.num_heads_kv) * keys
+
+
+def _query_tiles(batch: Batch) -> Iterator[Tile]:
+    p = batch.p
     group = p.num_heads_q // max(p.num_heads_kv, 1)
     block_n = min(max(p.seqlen_k, 1), _BLOCK_N)
     block_m = fit(p.seqlen_q, _TILE // (block_n * max(group, 1)))
     heads = fit(p.num_heads_kv, _TILE // (block_n * block_m * max(group, 1)))
-    batches = 1 if ragged else fit(p.batch, _TILE // (block_n * block_m * max(group, 1) * heads))
-    for b in blocks(p.batch, batches):
+    together = 1 if batch.ragged else fit(p.batch, _TILE // (block_n * block_m * max(group, 1) * heads))
+    for b in blocks(p.batch, together):
         for h in blocks(p.num_heads_kv, heads):
             for m in reversed(list(blocks(p.seqlen_q, block_m))):  # under a causal mask the last rows take longest: start them first
                 yield Tile(b, h, m)
@@ -257,12 +359,29 @@ def merge(outs: list[Array], lses: list[Array], out: Array, lse: Array, dtype: s
         store(out, merged, dtype)
 
 
-def used_lengths(name: str, used: Array | None, seqlen: int, batch: int) -> list[int]:
-    if used is None:
-        return [seqlen] * batch
-    if "check" in os.environ.get("CUPYFLASH_DEBUG", "").split(",") and ((used < 0) | (used > seqlen)).any():
-        _log.warning("%s holds %s: lengths are clamped to 0 <= length <= %d", name, used.tolist(), seqlen)
-    return [int(n) for n in np.clip(used, 0, seqlen)]
+def _used_lengths(name: str, used: Array | None, lengths: Array) -> list[int]:
+    """How much of each sequence is in use."""
+    clamped = lengths if used is None else np.clip(used, 0, lengths)
+    if used is not None and _checks() and (clamped != used).any():
+        most = lengths[0] if (lengths == lengths[0]).all() else lengths.tolist()
+        _log.warning("%s holds %s: lengths are clamped to 0 <= length <= %s", name, used.tolist(), most)
+    return cast(list[int], clamped.tolist())
+
+
+def _offsets(name: str, offsets: Array | None, batch: int, tokens: int) -> tuple[Array, Array]:
+    """Where each sequence begins, and how long it is."""
+    if offsets is None:
+        return np.zeros(batch, np.int64), np.full(batch, tokens)
+    offsets = offsets.astype(np.int64)
+    begin = np.clip(offsets[:-1], 0, tokens)
+    end = np.clip(offsets[1:], begin, tokens)
+    if _checks() and ((begin != offsets[:-1]) | (end != offsets[1:])).any():
+        _log.warning("%s holds %s: offsets are clamped to 0 <= begin <= end <= %d", name, offsets.tolist(), tokens)
+    return begin, end - begin
+
+
+def _checks() -> bool:
+    return "check" in os.environ.get("CUPYFLASH_DEBUG", "").split(",")
 
 
 def real(p: AttentionProblem, x: float) -> Any:

@@ -70,6 +70,7 @@ _FLAGS = {
     "local": "kLocal",
     "lse": "kWriteLse",
     "mask": "kMask",
+    "packed": "kPacked",
     "sink": "kSink",
     "softcap": "kSoftcap",
     "unaligned": "kUnaligned",

@@ -20,7 +20,7 @@ _USED = "for padded keys give their lengths as 'seqused_k', or a bool 'mask'"
 _LSE = "it is called 'return_lse'"
 _MASK = "a bool array is 'mask' (True: may attend), a float one to add is 'bias'"
 _PAGED = "paged caches are not built yet"
-_PACKED = "packed sequences are not built yet; pad them and give 'seqused_q' and 'seqused_k'"
+_PACKED = "packed sequences are what `cupyflash.attention_varlen` takes"
 _FP8 = "fp8 inputs and their scales are not built yet"
 
 FOREIGN = {
@@ -38,12 +38,41 @@ FOREIGN = {
     **dict.fromkeys(("dropout", "dropout_p", "dropout_rate"), "dropout is not built yet"),
     **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), "functions on scores are not built yet; 'bias' and 'mask' take arrays"),
     **dict.fromkeys(("block_table", "block_tables", "page_table"), _PAGED),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "qo_indptr", "max_seqlen_q", "max_seqlen_k"), _PACKED),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_q", "cu_seq_k"), _PACKED),
+    **dict.fromkeys(("qo_indptr", "kv_indptr", "seqstart_q", "seqstart_k"), _PACKED),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "max_q", "max_k"), _PACKED),
     **dict.fromkeys(("descale_q", "descale_k", "descale_v", "q_descale", "k_descale", "v_descale"), _FP8),
     **dict.fromkeys(("enable_gqa", "num_kv_heads"), "grouped heads are read off the shapes of q and k"),
     **dict.fromkeys(("qkv_format", "tensor_layout", "input_layout"), "it is called 'layout': 'bshd', 'bhsd' or 'sbhd'"),
     "qkv": "pass three slices of the packed array: views are not copied",
 }
+
+# Where a function takes packed sequences.
+_OFFSETS = {
+    **dict.fromkeys(("cu_seqlens", "qo_indptr", "cu_seq_q", "seqstart_q"), "it is called 'cu_seqlens_q', int32 of shape (B + 1,)"),
+    **dict.fromkeys(("cu_seqlens_kv", "kv_indptr", "cu_seq_k", "seqstart_k"), "it is called 'cu_seqlens_k', int32 of shape (B + 1,)"),
+    **dict.fromkeys(("max_seqlen", "max_q"), "it is called 'max_seqlen_q'"),
+    **dict.fromkeys(("max_seqlen_kv", "max_k"), "it is called 'max_seqlen_k'"),
+}
+
+_NO_GRID = "packed sequences have no common Sq x Sk for it; pad them for `cupyflash.attention`"
+_NO_ORDER = "packed arrays are (T, H, D); their strides are free, so a view with the axes in that order is read in place"
+
+# What has no meaning there.
+_NOT_PACKED = {
+    **dict.fromkeys(("mask", "attn_mask", "attention_mask", "custom_mask"), f"{_NO_GRID} (mask_mod is not built yet)"),
+    **dict.fromkeys(("bias", "attn_bias"), f"{_NO_GRID} (score_mod is not built yet)"),
+    **dict.fromkeys(("layout", "qkv_format", "tensor_layout", "input_layout"), _NO_ORDER),
+    **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), "functions on scores are not built yet"),
+    **{name: "'seqused_k' says how many keys of each sequence are in use" for name, hint in FOREIGN.items() if hint is _USED},
+}
+
+
+def refuse_unpacked(**options: Any) -> None:
+    """ArgumentError for an option of `attention` that means nothing where sequences are packed, unless it is None or as by default."""
+    for name, option in options.items():
+        if option is not None and not (name == "layout" and option == "bshd"):
+            raise ArgumentError(f"{name}= was given for packed sequences: {_NOT_PACKED[name]}")
 
 
 def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -78,5 +107,6 @@ def foreign_keyword(function: Callable[..., Any], keywords: Mapping[str, Any]) -
     import difflib
 
     close = difflib.get_close_matches(unknown, known, n=1)
-    hint = FOREIGN.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
+    meanings = FOREIGN | (_OFFSETS if "cu_seqlens_q" in known else {}) | (_NOT_PACKED if function.__name__ == "attention_varlen" else {})
+    hint = meanings.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
     return ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")

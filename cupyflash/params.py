@@ -17,14 +17,14 @@ _LOG2E = math.log2(math.e)
 
 # (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, f float.
 FORWARD_FIELDS = (
-    *((name, "Q") for name in (*Operands._fields, "lse")),
+    *((name, "Q") for name in (*Operands._fields, "lse", "row_tiles", "key_tiles")),
     *((f"{name}_stride_{axis}", "q") for name in ("q", "k", "v", "out") for axis in ("batch", "seq", "head")),
     *((f"{name}_stride_{axis}", "q") for name in ("bias", "mask") for axis in ("batch", "head", "q", "k")),
     *((f"alibi_stride_{axis}", "q") for axis in ("batch", "head")),
-    *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k")),
+    *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k")),
     *((name, "d") for name in ("softmax_scale", "softcap")),
     *((name, "i") for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")),
-    *((name, "i") for name in ("window_left", "window_right", "top_left", "section")),
+    *((name, "i") for name in ("window_left", "window_right", "top_left", "section", "tile_rows", "tile_keys")),
     ("softmax_scale_log2", "f"),
 )
 FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
@@ -56,18 +56,18 @@ def offset_of(name: str) -> int:
     return 8 * names.index(name) if name in names else FORWARD.size + 8 * _BACKWARD_POINTERS.index(name)
 
 
-def pointers_given(operands: Operands, lse: Any) -> str:
+def pointers_given(operands: Operands, lse: Any, row_tiles: Any = None, key_tiles: Any = None) -> str:
     """The struct codes of the first fields for the addresses of those that are not None; the others are padding, which is packed as 0."""
-    return "".join("8x" if view is None else "Q" for view in (*operands, lse))
+    return "".join("8x" if view is None else "Q" for view in (*operands, lse, row_tiles, key_tiles))
 
 
-def pointers(views: Sequence[Any], lse: Any) -> list[int]:
-    """The addresses of one call's operands and LSE, in the order of the struct; 0 for what is not used."""
-    return [0 if view is None else view.ptr for view in (*views, lse)]
+def pointers(views: Sequence[Any], lse: Any, row_tiles: Any = None, key_tiles: Any = None) -> list[int]:
+    """The addresses of one call's operands, LSE and lists of tiles, in the order of the struct; 0 for what is not used."""
+    return [0 if view is None else view.ptr for view in (*views, lse, row_tiles, key_tiles)]
 
 
-def numbers(p: AttentionProblem, a: Operands, section: int = 1) -> bytes:
-    """All that follows the pointers: the same for every call of the same shapes, strides and options; `section` is the plan's."""
+def numbers(p: AttentionProblem, a: Operands, section: int = 1, tiles: tuple[int, int] = (0, 0)) -> bytes:
+    """All that follows the pointers: the same for every call of the same shapes, strides and options; `section` and `tiles` are the plan's."""
     return _NUMBERS.pack(
         *a.q.strides[:3],
         *a.k.strides[:3],
@@ -79,6 +79,8 @@ def numbers(p: AttentionProblem, a: Operands, section: int = 1) -> bytes:
         *_strides(a.sink, 1),
         *_strides(a.seqused_q, 1),
         *_strides(a.seqused_k, 1),
+        *_strides(a.cu_seqlens_q, 1),
+        *_strides(a.cu_seqlens_k, 1),
         p.softmax_scale,
         p.softcap or 0.0,
         p.batch,
@@ -92,6 +94,7 @@ def numbers(p: AttentionProblem, a: Operands, section: int = 1) -> bytes:
         UNLIMITED if p.window_right is None else p.window_right,
         p.top_left,
         section,
+        *tiles,
         p.softmax_scale * _LOG2E,
     )
 

@@ -19,6 +19,7 @@ from cupyflash.variants import (
     MAX_HEAD_DIM,
     PLAIN,
     BwdConfig,
+    BwdRowsConfig,
     BwdSm90Config,
     Config,
     FwdConfig,
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
     workspaces: tuple[tuple[str, int], ...] = ()
     section: int = 1  # how many heads the kernels of sm_90 take together in the order of their tiles
+    tiles: tuple[int, int] = (0, 0)  # of packed sequences: rows of those in the workspace row_tiles, keys of those in key_tiles
     sum_width: int = 0  # columns that the sums of dq have
 
 
@@ -59,14 +61,20 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     if device.arch == "host":
         variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
         return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
-    if 0 in (p.batch, p.num_heads_q, p.seqlen_q):
+    if 0 in (p.num_heads_q, p.seqlen_q) or (p.batch == 0 and not p.packed):
         return Plan(())  # a grid of 0 is an error to the driver
     variant, row = _choose(p, device, FORWARD)
     tiles, section = _num_tiles(p, variant), 1
     if isinstance(variant.config, Sm90Config):  # a block for each SM, which takes tile after tile
         tiles = min(tiles, device.num_sms)
-        section = _section(p, variant.config, tiles) if "causal" in variant.flags else 1
-    return Plan((Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, row.why, _boxes(variant)),), section=section)
+        section = _section(p, variant.config, tiles) if "causal" in variant.flags and not p.packed else 1
+    step = Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, row.why, _boxes(variant))
+    if not p.packed or isinstance(variant.config, SimpleConfig):
+        return Plan((step,), section=section)
+    assert isinstance(variant.config, FwdConfig | Sm90Config)
+    block_m = variant.config.block_m
+    workspaces = (("row_tiles", _list_bytes(p.seqlen_q, p.batch, block_m)),)
+    return Plan((_listing(args), step), workspaces, section, (block_m, 0))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,18 +85,20 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     if device.arch == "host":
         variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
         return Plan((Step(variant, (1, 1, 1), 0, 0, (), "the arrays are in host memory"),))
-    rows = p.batch * p.num_heads_q * p.seqlen_q
+    batches = 1 if p.packed else p.batch  # of the arrays
+    rows = batches * p.num_heads_q * p.seqlen_q
     slopes, sinks = ("alibi_slopes" in problem.wrt) * problem.slopes_batch * p.num_heads_q, ("sink" in problem.wrt) * p.num_heads_q
     sums_q = bool({"k", "v"}.intersection(problem.wrt)) and "q" in problem.wrt and not (problem.deterministic or slopes)
+    sums_q = sums_q and (not p.packed or p.seqlen_q >= _SHORT_SEQUENCES * p.batch)
     variant, row = _choose(p, device, BACKWARD if sums_q else tuple(r for r in BACKWARD if not isinstance(r.config, BwdSm90Config)))
     tiled = isinstance(variant.config, BwdConfig | BwdSm90Config)
     sums_q = sums_q and tiled
     if tiled:
         gradients = _tiled(problem, variant, row, sums_q, device.num_sms)
     else:
-        results = rows + p.batch * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
+        results = rows + batches * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
         gradients = ((variant, _blocks_of(variant, results), row.why),)
-    kernels = (_delta(p, variant), *gradients, _sum(variant, slopes + sinks))
+    kernels = (_delta(p, variant, sums_q), *gradients, _sum(variant, slopes + sinks))
     args = (*(name for name, used in _buffers(p).items() if used), "lse", "dout", *(f"d{name}" for name in problem.wrt))
     steps = tuple(
         Step(v, (_grid(v, blocks), 1, 1), v.threads, v.smem_bytes, args, reason, _boxes(v)) for v, blocks, reason in kernels if blocks
@@ -100,16 +110,23 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "row_slope": row_bytes if slopes else 0,
         "row_sink": row_bytes if sinks else 0,
         "row_reference": row_bytes if tiled else 0,
-        "dq_sum": p.batch * p.num_heads_q * _round_up(p.seqlen_q, 64) * variant.head_dim * 4 if sums_q else 0,
+        "dq_sum": batches * p.num_heads_q * _sum_rows(p) * variant.head_dim * 4 if sums_q else 0,
         "next_tile": 4 if variant.family == "bwd_sm90" else 0,
     }
+    tiles = (0, 0)
+    if p.packed and tiled:
+        steps, tiles = (_listing(args), *steps), _listed(gradients)
+        workspaces["row_tiles"] = _list_bytes(p.seqlen_q, p.batch, tiles[0]) if tiles[0] else 0
+        workspaces["key_tiles"] = _list_bytes(p.seqlen_k, p.batch, tiles[1]) if tiles[1] else 0
     section = 1
-    if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags:
+    if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags and not p.packed:
         section = _section_of_keys(p, variant.config, device.num_sms)
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
-    return Plan(steps, kept, section, variant.head_dim)
+    return Plan(steps, kept, section, tiles, variant.head_dim)
 
 
+# Below so many rows a packed sequence, dq has a kernel of its own: its sums begin anew every 64 rows of each.
+_SHORT_SEQUENCES = 128
 _SHARED_L2_BYTES = 32 << 20  # of the 50 MB of an H200
 
 
@@ -206,23 +223,24 @@ def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, n
     """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
     p, c = problem.forward, variant.config
     assert isinstance(c, BwdConfig | BwdSm90Config)
-    heads = p.batch * p.num_heads_q
+    batches = 1 if p.packed else p.batch
+    heads = batches * p.num_heads_q
     launches: list[_Launch] = []
     if {"k", "v"}.intersection(problem.wrt):
-        blocks = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
+        blocks = batches * p.num_heads_kv * _num_blocks(p, p.seqlen_k, c.block_n)
         if variant.family == "bwd_sm90":  # a block for each SM, which takes tile after tile
             blocks = min(_grid(variant, blocks), num_sms)
         adds = sums_q and isinstance(c, BwdConfig)  # the others always do
         launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))
     if sums_q:
         convert = rounding(variant)
-        blocks = _grid(convert, heads * _ceil_div(p.seqlen_q, 16 * _BY_WARPS.warps))
+        blocks = _grid(convert, heads * _ceil_div(_sum_rows(p) if p.packed else p.seqlen_q, 16 * _BY_WARPS.warps))
         launches.append((convert, blocks, "dq from its sums"))
     if isinstance(c, BwdConfig):
         assert row.dq is not None
         dq, dbias = companions(variant, row)
         if not sums_q and {"q", "alibi_slopes"}.intersection(problem.wrt):
-            blocks = heads * _ceil_div(p.seqlen_q, row.dq.block_m)
+            blocks = heads * _num_blocks(p, p.seqlen_q, row.dq.block_m)
             launches.append((dq, blocks, "dq in one order of additions"))
         if "bias" in problem.wrt:
             *axes, sq, sk = problem.bias_shape
@@ -237,20 +255,21 @@ _BY_WARPS = SimpleConfig(4)
 _DELTA_ELEMENTS = 1024  # of the rows of a warp of bwd_delta
 
 
-def _delta(p: AttentionProblem, variant: Variant) -> _Launch:
+def _delta(p: AttentionProblem, variant: Variant, sums_q: bool) -> _Launch:
     """The kernel before `variant`, which shares a warp out among as many rows as the width of O leaves."""
-    flags = [flag for flag in variant.flags if flag.startswith(("out", "sink", "used"))]
+    flags = [flag for flag in variant.flags if flag.startswith(("out", "packed", "sink", "used"))]
     if not _aligned(p):
         flags.append("unaligned")
     width = max(64, 1 << (p.head_dim_v - 1).bit_length())
     delta = Variant("bwd_delta", p.dtype, width, width, tuple(sorted(flags)), _BY_WARPS)
-    blocks = p.batch * p.num_heads_q * _ceil_div(p.seqlen_q, _BY_WARPS.warps * _DELTA_ELEMENTS // width)
+    length = _sum_rows(p) if p.packed and sums_q else p.seqlen_q  # it also zeroes those sums
+    blocks = (1 if p.packed else p.batch) * p.num_heads_q * _ceil_div(length, _BY_WARPS.warps * _DELTA_ELEMENTS // width)
     return delta, _grid(delta, blocks), "what each row must know of its other keys"
 
 
 def _sum(variant: Variant, results: int) -> _Launch:
     """The kernel after `variant` that adds up what it left of each row: no head dim changes its code, and few flags do."""
-    flags = tuple(flag for flag in variant.flags if flag.startswith(("alibi", "sink")))
+    flags = tuple(flag for flag in variant.flags if flag.startswith(("alibi", "packed", "sink")))
     sums = variant._replace(family="bwd_sum", head_dim=0, head_dim_v=0, flags=flags, config=_BY_WARPS)
     return sums, _blocks_of(sums, results), "sums over rows, in one order"
 
@@ -301,8 +320,14 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
 
 
 def _most(p: AttentionProblem, config: Config) -> int:
-    """How many keys a row sees at most; for the backward on Hopper how many rows, of all query heads that read it, see a key."""
-    most, heads = (p.seqlen_q, p.num_heads_q // p.num_heads_kv) if isinstance(config, BwdSm90Config) else (p.seqlen_k, 1)
+    """How many keys a row sees at most; for the backward on Hopper how many rows, of all query heads that read it, see a key. Of packed
+    sequences as many as the caller says or, without a word, twice their mean."""
+    if isinstance(config, BwdSm90Config):
+        most, hint, heads = p.seqlen_q, p.longest_q, p.num_heads_q // p.num_heads_kv
+    else:
+        most, hint, heads = p.seqlen_k, p.longest_k, 1
+    if p.packed:
+        most = min(most, _ceil_div(2 * most, max(p.batch, 1)) if hint is None else hint)
     if p.window_left is not None and p.window_right is not None:
         most = min(most, p.window_left + 1 + p.window_right)
     return most * heads
@@ -334,6 +359,7 @@ def _flags(p: AttentionProblem) -> tuple[str, ...]:
         "local": p.window_left is not None or p.window_right not in (None, 0),
         "lse": p.write_lse,
         "mask": p.mask,
+        "packed": p.packed,
         f"out{p.out_dtype}": p.out_dtype != p.dtype,
         "sink": p.sink is not None and p.sink == p.dtype,
         "sinkf32": p.sink is not None and p.sink != p.dtype,
@@ -361,10 +387,43 @@ def _buffers(p: AttentionProblem) -> dict[str, bool]:
 
 def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     """Blocks of a one-dimensional grid, which may be 2^31 - 1 long; y and z end at 65535, fewer than some batch x heads."""
-    heads = p.batch * p.num_heads_q
+    heads = p.num_heads_q * (1 if p.packed else p.batch)
     if isinstance(variant.config, FwdConfig | Sm90Config):
-        return _grid(variant, _ceil_div(p.seqlen_q, variant.config.block_m) * heads)
+        return _grid(variant, _num_blocks(p, p.seqlen_q, variant.config.block_m) * heads)
     return _blocks_of(variant, p.seqlen_q * heads)
+
+
+def _num_blocks(p: AttentionProblem, length: int, size: int) -> int:
+    """Blocks of rows or keys of a head; at most, where sequences are packed."""
+    return _most_tiles(length, p.batch, size) if p.packed else _ceil_div(length, size)
+
+
+def _sum_rows(p: AttentionProblem) -> int:
+    """Rows that the sums of dq have of a head: `sum_rows` in work.cuh."""
+    return _round_up(p.seqlen_q + 64 * (p.batch + 1) + 1, 64) if p.packed else _round_up(p.seqlen_q, 64)
+
+
+def _listed(launches: tuple[_Launch, ...]) -> tuple[int, int]:
+    """How many rows the tiles have that a kernel takes from the list of blocks of rows, and how many keys those of the other list."""
+    rows = [v.config.block_m for v, _, _ in launches if isinstance(v.config, BwdRowsConfig)]
+    keys = [v.config.block_n for v, _, _ in launches if isinstance(v.config, BwdConfig | BwdSm90Config) and v.family != "bwd_convert"]
+    return (rows or [0])[0], (keys or [0])[0]
+
+
+def _most_tiles(tokens: int, sequences: int, size: int) -> int:
+    """How many tiles packed sequences have at most, each of its own first token on, and what lies before and behind them all."""
+    return tokens // size + min(sequences + 2, tokens)
+
+
+def _list_bytes(tokens: int, sequences: int, size: int) -> int:
+    """Of a TileList in work.cuh."""
+    return 16 + 32 * _most_tiles(tokens, sequences, size)
+
+
+def _listing(args: tuple[str, ...]) -> Step:
+    """The kernel before those whose tiles it lists: a block for those of rows, one for those of keys. It takes any mask as a window."""
+    variant = Variant("packed_tiles", "float32", 0, 0, ("local", "packed", "used"), SimpleConfig(32))
+    return Step(variant, (2, 1, 1), variant.threads, 0, args, "the order of the tiles, longest first")
 
 
 def _ceil_div(n: int, step: int) -> int:

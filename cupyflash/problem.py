@@ -44,6 +44,9 @@ class AttentionProblem(NamedTuple):
 
     Lengths kept in device memory (`seqused_q`, `seqused_k`) appear only as "given"; seqlen_q and seqlen_k are their maximum.
     `causal=True` is `window_right=0`; a window that can hide nothing is None, so equal attentions are equal problems.
+
+    `packed`: the sequences lie one behind the other in one batch entry. `batch` counts them, seqlen_q and seqlen_k count the tokens of
+    all; how long each is stands in device memory (`cu_seqlens_q`, `cu_seqlens_k`).
     """
 
     dtype: str
@@ -69,6 +72,9 @@ class AttentionProblem(NamedTuple):
     write_lse: bool = False
     aligned16: bool = True  # every row of q, k, v and out starts at a multiple of 16 bytes
     tensor_maps: bool = True  # tensor maps (TMA) can describe q, k, v and out
+    packed: bool = False
+    longest_q: int | None = None  # of packed sequences, as the caller says: a hint, never more than seqlen_q
+    longest_k: int | None = None
 
     @property
     def lse_dtype(self) -> str:
@@ -78,7 +84,8 @@ class AttentionProblem(NamedTuple):
 
 class Operands(NamedTuple):
     """The views of one call in the axis order of the kernels: q, k, v, out (B, S, H, D); bias and mask (B, Hq, Sq, Sk) and
-    alibi_slopes (B, Hq) with stride 0 on broadcast axes; sink (Hq,); seqused_* (B,)."""
+    alibi_slopes (B, Hq) with stride 0 on broadcast axes; sink (Hq,); seqused_* (B,). Packed: q, k, v, out (1, T, H, D) with a batch
+    stride of 0, and cu_seqlens_* (B + 1,)."""
 
     q: Any
     k: Any
@@ -90,6 +97,8 @@ class Operands(NamedTuple):
     sink: Any = None
     seqused_q: Any = None
     seqused_k: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
 
 class BackwardProblem(NamedTuple):
@@ -105,7 +114,8 @@ class BackwardProblem(NamedTuple):
 
 class BackwardOperands(NamedTuple):
     """What a backward call has beside the Operands of its forward call: dout (B, Sq, Hq, Dv), of any strides; lse and dlse (B, Hq, Sq);
-    gradients in the axis order of what they belong to, dbias (B, Hq, Sq, Sk) and dalibi_slopes (B, Hq) with size 1 on summed axes."""
+    gradients in the axis order of what they belong to, dbias (B, Hq, Sq, Sk) and dalibi_slopes (B, Hq) with size 1 on summed axes.
+    Packed: dout (1, Tq, Hq, Dv), lse and dlse (1, Hq, Tq)."""
 
     dout: Any
     lse: Any
@@ -136,6 +146,66 @@ def dense(
     _check_dtypes(arrays, out_dtype)
     if layout not in _AXES:
         raise ArgumentError(f"layout={layout!r} is unknown: it is one of {', '.join(map(repr, _AXES))}")
+    return _state(arrays, layout, None, causal, window_size, softmax_scale, softcap, out_dtype, return_lse)
+
+
+def varlen(
+    arrays: Operands,
+    *,
+    causal: Causal = False,
+    window_size: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    out_dtype: str | None = None,
+    return_lse: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[AttentionProblem, Operands]:
+    """The same for `attention_varlen`, whose q, k, v and out are (T, H, D). The operands have both cu_seqlens, also where k's were q's."""
+    _check_dtypes(arrays, out_dtype)
+    for name in ("q", "k", "v", "out"):
+        view = getattr(arrays, name)
+        if view is not None and len(view.shape) != 3:
+            raise ShapeError(
+                f"{name} has shape {view.shape}: packed sequences have 3 axes, (T, H, D), with one sequence behind the other; "
+                "`attention` takes 4, one batch entry a sequence"
+            )
+    cu_seqlens_q, cu_seqlens_k = arrays.cu_seqlens_q, arrays.cu_seqlens_k
+    for name, view in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if view is not None and (len(view.shape) != 1 or view.shape[0] == 0):
+            raise ShapeError(f"{name} has shape {view.shape}: it must be (B + 1,), where each sequence begins and where the last ends")
+    if cu_seqlens_k is None:
+        cu_seqlens_k, rows, keys = cu_seqlens_q, arrays.q.shape[0], arrays.k.shape[0]
+        if rows != keys:
+            raise ShapeError(f"k has {keys} tokens and q has {rows}: without cu_seqlens_k the sequences of q are those of k, so pass it")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ShapeError(f"cu_seqlens_k has shape {cu_seqlens_k.shape} and cu_seqlens_q {cu_seqlens_q.shape}: both must be (B + 1,)")
+    sequences = cu_seqlens_q.shape[0] - 1
+    problem, operands = _state(arrays, "bshd", sequences, causal, window_size, softmax_scale, softcap, out_dtype, return_lse)
+    problem = problem._replace(
+        packed=True,
+        longest_q=_length_hint("max_seqlen_q", max_seqlen_q, problem.seqlen_q),
+        longest_k=_length_hint("max_seqlen_k", max_seqlen_k, problem.seqlen_k),
+    )
+    operands = operands._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if sequences == 0:  # there is none to have slopes or lengths, and nothing may be read of arrays that may be empty
+        problem = problem._replace(alibi=False, seqused_q=False, seqused_k=False)
+        operands = operands._replace(alibi_slopes=None, seqused_q=None, seqused_k=None)
+    return problem, operands
+
+
+def _state(
+    arrays: Operands,
+    layout: str,
+    sequences: int | None,  # packed: how many; else each batch entry is one
+    causal: Any,
+    window_size: Any,
+    softmax_scale: Any,
+    softcap: Any,
+    out_dtype: str | None,
+    return_lse: bool,
+) -> tuple[AttentionProblem, Operands]:
+    """What dense and packed calls have in common."""
     q, k, v = (to_bshd(view, name, layout, arrays.q) for name, view in (("q", arrays.q), ("k", arrays.k), ("v", arrays.v)))
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k, num_heads_kv, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
@@ -150,6 +220,8 @@ def dense(
     if out is not None:
         out = to_bshd(out, "out", layout, arrays.q)
         _equal("out", "the result", **_axes(out.shape, (batch, seqlen_q, num_heads_q, head_dim_v)))
+    if sequences is not None:
+        batch = sequences
     left, right, top_left = _window(causal, window_size, seqlen_q, seqlen_k)
     problem = AttentionProblem(
         dtype=q.dtype,
@@ -201,14 +273,18 @@ def dense_backward(
     deterministic: Any = False,
     **options: Any,
 ) -> tuple[BackwardProblem, Operands, BackwardOperands]:
-    """Check the arguments of `attention_backward` against each other, as `dense` does those of `attention`; dq, dk and dv may be absent."""
+    """Check the arguments of `attention_backward` against each other, as `dense` or, with cu_seqlens_q, `varlen` does those of the forward
+    call, whose options these are; dq, dk and dv may be absent."""
     names = differentiated(wrt)
     if not _is_bool(deterministic):
         raise ArgumentError(f"deterministic={deterministic!r} must be True or False")
     out = arrays.out
     if out.dtype not in ITEMSIZE:
         raise DtypeError(f"out is {out.dtype}: it must be what `attention` returned, of {', '.join(ITEMSIZE)}")
-    problem, operands = dense(arrays, layout=layout, out_dtype=out.dtype, **options)
+    if arrays.cu_seqlens_q is None:
+        problem, operands = dense(arrays, layout=layout, out_dtype=out.dtype, **options)
+    else:
+        problem, operands = varlen(arrays, out_dtype=out.dtype, **options)
     if more.dout.dtype != out.dtype:
         raise DtypeError(f"dout is {more.dout.dtype} and out is {out.dtype}: both must have one dtype")
     dout = to_bshd(more.dout, "dout", layout, arrays.q, dense_last=False)
@@ -263,7 +339,7 @@ def pack_heads(p: AttentionProblem, a: Operands) -> tuple[AttentionProblem, Oper
     (B, group, Hkv, D), so that a tile reads a key head once and not once a query head. Only where no option tells the rows apart."""
     group = p.num_heads_q // max(p.num_heads_kv, 1)
     told_apart = p.alibi or p.bias or p.mask or p.sink or p.seqused_q or p.window_left is not None or p.window_right is not None
-    if p.seqlen_q != 1 or group <= 1 or told_apart:
+    if p.seqlen_q != 1 or group <= 1 or told_apart or p.packed:
         return p, a
 
     def rows(view: V) -> V:
@@ -297,6 +373,8 @@ def _check_dtypes(arrays: Operands, out_dtype: str | None) -> None:
         "sink": (q, "float32"),
         "seqused_q": ("int32",),
         "seqused_k": ("int32",),
+        "cu_seqlens_q": ("int32",),
+        "cu_seqlens_k": ("int32",),
     }
     for name, dtypes in allowed.items():
         view = getattr(arrays, name)
@@ -361,12 +439,12 @@ def _vector(name: str, view: Any, *shapes: tuple[int, ...], names: str) -> Any:
 
 
 def _vector_of_rows(name: str, view: V, p: AttentionProblem, q: Shaped) -> V:
-    """lse or dlse as (B, Hq, Sq), in any layout; q without B has them without B."""
+    """lse or dlse as (B, Hq, Sq), in any layout; q without B has them without B. Packed as (1, Hq, Tq)."""
     missing = 4 - len(q.shape)
-    shape = (p.batch, p.num_heads_q, p.seqlen_q)
+    shape = (1 if p.packed else p.batch, p.num_heads_q, p.seqlen_q)
     if view.shape != shape[missing:]:
-        names = "(Hq, Sq)" if missing else "(B, Hq, Sq)"
-        raise ShapeError(f"{name} has shape {view.shape}: it must have shape {names} = {shape[missing:]}, in every layout")
+        needed = "(Hq, Tq) = {}" if p.packed else "(Hq, Sq) = {}, in every layout" if missing else "(B, Hq, Sq) = {}, in every layout"
+        raise ShapeError(f"{name} has shape {view.shape}: it must have shape {needed.format(shape[missing:])}")
     if view.dtype != p.lse_dtype:
         raise DtypeError(f"{name} is {view.dtype}: it must be {p.lse_dtype}, to go with q of {p.dtype}")
     return view._replace(shape=shape, strides=(0,) * missing + view.strides)
@@ -402,6 +480,16 @@ def _distance(window_size: Any, n: Any) -> int | None:
     if n < -1:
         raise ShapeError(f"window_size={window_size!r} has a distance below 0: only -1 or None means unlimited")
     return None if n == -1 else int(n)
+
+
+def _length_hint(name: str, n: Any, tokens: int) -> int | None:
+    if n is None:
+        return None
+    if not isinstance(n, numbers.Integral) or _is_bool(n):
+        raise ArgumentError(f"{name} is a {type(n).__name__}: it must be an int, or None; it only helps to choose a kernel")
+    if n < 0:
+        raise ShapeError(f"{name}={int(n)} must not be below 0")
+    return min(int(n), tokens)
 
 
 def _is_bool(x: Any) -> bool:

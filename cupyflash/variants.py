@@ -184,7 +184,8 @@ class Variant(NamedTuple):
             keys = c.stages * c.block_n * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
             results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
-            return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + 2 * _WORK_BYTES) // 1024) * 1024
+            works = 3 * 80 if "packed" in self.flags else 2 * 64  # Work in work.cuh
+            return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + works) // 1024) * 1024
         if isinstance(c, BwdSm90Config):  # as above; dS, P of wide heads, LSE and delta, barriers
             operands = (c.key_buffers * c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             weights = (2 if c.wide or c.key_buffers == 2 else 3) * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
@@ -216,19 +217,17 @@ def _panel_bytes(width: int) -> int:
     return -(-width // 64) * 128
 
 
-_WORK_BYTES = 64  # Work in softmax.cuh
-
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
 # What the rows that are not for `options` serve: nothing else joins the score, and every row of memory can be read 16 bytes at a time. In
 # fwd_sm90 a window, a sink and used lengths take no registers from the loop.
 PLAIN = {
-    "fwd_sm80": frozenset({"causal", "lse"}),
-    "fwd_sm90": frozenset({"causal", "lse", "local", "sink", "sinkf32", "used"}),
-    "bwd_sm80": frozenset({"causal"}),
-    "bwd_sm90": frozenset({"causal", "local", "sink", "sinkf32"}),
-    "bwd_sm90_wide": frozenset({"causal", "local", "sink", "sinkf32"}),
+    "fwd_sm80": frozenset({"causal", "lse", "packed"}),
+    "fwd_sm90": frozenset({"causal", "lse", "local", "packed", "sink", "sinkf32", "used"}),
+    "bwd_sm80": frozenset({"causal", "packed"}),
+    "bwd_sm90": frozenset({"causal", "local", "packed", "sink", "sinkf32"}),
+    "bwd_sm90_wide": frozenset({"causal", "local", "packed", "sink", "sinkf32"}),
 }
 
 

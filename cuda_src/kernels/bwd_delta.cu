@@ -26,8 +26,8 @@ struct Lanes {
 template <class C>
 __device__ inline void zero_sums(const BackwardParams& p, int b, int h, int row) {
   const ForwardParams& f = p.forward;
-  const int width = static_cast<int>(p.dq_sum_width), rows = sum_rows(f);
-  const int count = row + Lanes<C>::kRows < f.seqlen_q ? Lanes<C>::kRows : rows - row;
+  const int width = static_cast<int>(p.dq_sum_width), rows = sum_rows<C>(f);
+  const int count = row + Lanes<C>::kRows < (C::kPacked ? rows : f.seqlen_q) ? Lanes<C>::kRows : rows - row;
   float* g = p.dq_sum + ((static_cast<long long>(b) * f.num_heads_q + h) * rows + row) * width;
 #pragma unroll 8
   for (int n = threadIdx.x % 32 * 4; n < count * width; n += 32 * 4) {
@@ -128,8 +128,10 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
     if (p.dlse) dlse = static_cast<const Acc*>(p.dlse)[b * p.dlse_stride_batch + h * p.dlse_stride_head + i * p.dlse_stride_seq];
   }
   if (p.dq_sum) zero_sums<C>(p, b, h, row);
+  if (C::kPacked && row >= f.seqlen_q) return;  // there are more sums than rows
 
-  const int used = sequence_of<C>(f, b).used_q;
+  // Packed: rows of all sequences, of which those that are not used have an LSE of -inf.
+  const int used = C::kPacked ? f.seqlen_q : sequence_of<C>(f, b).used_q;
   Acc rDot[L::kPasses] = {};
   dot_rows<C>(p, b, h, first, used, rDot);
   Acc delta = rDot[0];
@@ -148,7 +150,8 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 8) bwd_delta(const __grid_constant__ cupyflash::BackwardParams p) {
   constexpr int kRows = cupyflash::Lanes<Config>::kRows;
   if (p.next_tile && blockIdx.x == 0 && threadIdx.x == 0) *p.next_tile = 0;
-  const cupyflash::HeadRows block(p.forward, kRows * Config::kWarps);
+  const int length = Config::kPacked && p.dq_sum ? cupyflash::sum_rows<Config>(p.forward) : p.forward.seqlen_q;
+  const cupyflash::HeadRows block(p.forward, kRows * Config::kWarps, length);
   const int row = block.row + threadIdx.x / 32 * kRows;
-  if (row < p.forward.seqlen_q) cupyflash::rows_delta<Config>(p, block.b, block.h, row);
+  if (row < length) cupyflash::rows_delta<Config>(p, block.b, block.h, row);
 }

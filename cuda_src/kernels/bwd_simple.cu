@@ -53,19 +53,30 @@ __device__ void bias_gradient(const BackwardParams& p, long long element) {
 template <class C>
 __device__ void gradient(const BackwardParams& p, long long warp) {
   const ForwardParams& f = p.forward;
-  const long long rows = static_cast<long long>(f.batch) * f.num_heads_q * f.seqlen_q;
-  const long long keys = static_cast<long long>(f.batch) * f.num_heads_kv * f.seqlen_k;
+  const int batches = C::kPacked ? 1 : f.batch;  // of the arrays
+  const long long rows = static_cast<long long>(batches) * f.num_heads_q * f.seqlen_q;
+  const long long keys = static_cast<long long>(batches) * f.num_heads_kv * f.seqlen_k;
   if (warp < rows) {
     const long long head = warp / f.seqlen_q;
+    int b = static_cast<int>(head / f.num_heads_q), i = static_cast<int>(warp % f.seqlen_q);
+    if constexpr (C::kPacked) {
+      b = sequence_at(f.cu_seqlens_q, f.cu_seqlens_q_stride, f.batch, i);
+      i -= sequence_of<C>(f, b).first_q;
+    }
     const bool wanted = p.dq || p.dalibi_slopes;
-    if (wanted) row_gradient<C>(p, head / f.num_heads_q, head % f.num_heads_q, warp % f.seqlen_q);
+    if (wanted) row_gradient<C>(p, b, head % f.num_heads_q, i);
     return;
   }
   warp -= rows;
   if (warp < keys) {
     const long long head = warp / f.seqlen_k;
+    int b = static_cast<int>(head / f.num_heads_kv), j = static_cast<int>(warp % f.seqlen_k);
+    if constexpr (C::kPacked) {
+      b = sequence_at(f.cu_seqlens_k, f.cu_seqlens_k_stride, f.batch, j);
+      j -= sequence_of<C>(f, b).first_k;
+    }
     const bool wanted = p.dk || p.dv;
-    if (wanted) key_gradient<C>(p, head / f.num_heads_kv, head % f.num_heads_kv, warp % f.seqlen_k);
+    if (wanted) key_gradient<C>(p, b, head % f.num_heads_kv, j);
     return;
   }
   warp -= keys;

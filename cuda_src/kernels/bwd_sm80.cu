@@ -71,13 +71,13 @@ struct Rows {
   __device__ static Rows last_of(const BackwardParams& p, const KeyWork<C>& w, int h) {
     const ForwardParams& f = p.forward;
     const int i = w.row_last - 1;
-    const long long row = static_cast<long long>(i) * C::kBlockM;
+    const long long first = static_cast<long long>(i) * C::kBlockM, row = rows_before<C>(w.s) + first;
     return {h,
             i,
             static_cast<const typename C::Element*>(f.q) + w.b * f.q_stride_batch + h * f.q_stride_head + row * f.q_stride_seq,
             static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + h * p.dout_stride_head + row * p.dout_stride_seq,
-            (static_cast<long long>(w.b) * f.num_heads_q + h) * f.seqlen_q + row,
-            QuerySums<C>::of_head(p, w.b, h) + row * C::kHeadDim};
+            first_in_vector<C>(f, w.s, w.b, h) + first,
+            QuerySums<C>::of_head(p, w.s, w.b, h) + first * C::kHeadDim};
   }
   __device__ Rows next(const BackwardParams& p, const KeyWork<C>& w) const {
     if (i == w.row_first) return last_of(p, w, h + 1);
@@ -109,7 +109,8 @@ __device__ inline void load_rows(const BackwardParams& p, Smem<C>& smem, int sta
 
 // dQ = dS K of a block of rows, added to its sums.
 template <class C>
-__device__ inline void add_dq(const BackwardParams& p, const Smem<C>& smem, const Rows<C>& rows, const Shares<C>& share) {
+__device__ inline void add_dq(const BackwardParams& p, const Smem<C>& smem, const KeyWork<C>& w, const Rows<C>& rows,
+                              const Shares<C>& share) {
   using M = Smem<C>;
   using S = Shares<C>;
   float rdQ[S::kTilesQ][2 * S::ColumnsQ::kCount][4] = {};
@@ -118,7 +119,7 @@ __device__ inline void add_dq(const BackwardParams& p, const Smem<C>& smem, cons
   float* g = QuerySums<C>::at(rows.sums, share.row_q / 16, 2 * share.part_q);
 #pragma unroll
   for (int m = 0; m < S::kTilesQ; ++m) {
-    if (rows.i * C::kBlockM + share.row_q + 16 * m >= p.forward.seqlen_q) break;
+    if (rows.i * C::kBlockM + share.row_q + 16 * m >= rows_of<C>(p.forward, w.s)) break;
 #pragma unroll
     for (int n = 0; n < 2 * S::ColumnsQ::kCount; ++n) {
       if (!S::ColumnsQ::exists(share.part_q, n / 2)) break;
@@ -145,7 +146,8 @@ __device__ inline void finish_keys(const BackwardParams& p, Smem<C>& smem, const
     const unsigned bad = not_finite(rdK[m]) | not_finite(rdV[m]);
     if (bad != 0 && thread % 32 == 0) atomicOr(&again[share.key_k / 16 + m], bad);
   }
-  const int key = w.key + share.key_k, count = f.seqlen_k - key;
+  const int inside = w.key + share.key_k, count = keys_of<C>(f, w.s) - inside;
+  const long long key = keys_before<C>(w.s) + inside;
   if (p.dk) {
     auto* g = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
     const float scale = static_cast<float>(f.softmax_scale);
@@ -157,15 +159,20 @@ __device__ inline void finish_keys(const BackwardParams& p, Smem<C>& smem, const
   }
   __syncthreads();  // what was written of these keys is overwritten by other warps, which know now which they are
   for (int j = warp; j < C::kBlockN; j += C::kWarps) {
-    const bool asked = again[j / 16] >> (j % 16) & 1 && w.key + j < f.seqlen_k;
+    const bool asked = again[j / 16] >> (j % 16) & 1 && w.key + j < keys_of<C>(f, w.s);
     if (asked && !key_is_lost<C>(p, w.b, w.h_kv, w.key + j)) key_gradient<C>(p, w.b, w.h_kv, w.key + j);
   }
 }
 
 template <class C>
 __device__ inline KeyWork<C> work_of(const ForwardParams& f, int block) {
-  const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
-  return {f, block / key_blocks, block % key_blocks};
+  if constexpr (C::kPacked) {
+    const ListedTile tile = static_cast<const TileList*>(f.key_tiles)->tiles[block / f.num_heads_kv];
+    return {f, tile.b, block % f.num_heads_kv, tile.block, tile.sequence(f)};
+  } else {
+    const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
+    return {f, block / key_blocks, block % key_blocks};
+  }
 }
 
 template <class C>
@@ -175,6 +182,9 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   using S = Shares<C>;
   const ForwardParams& f = p.forward;
   constexpr int kThreads = 32 * C::kWarps;
+  if constexpr (C::kPacked) {
+    if (blockIdx.x / f.num_heads_kv >= static_cast<const TileList*>(f.key_tiles)->count) return;
+  }
   const KeyWork<C> w = work_of<C>(f, blockIdx.x);
   const S share(threadIdx.x / 32);
   const int group = f.num_heads_q / f.num_heads_kv;
@@ -194,8 +204,9 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   float rdV[S::kTilesK][2 * S::ColumnsV::kCount][4] = {};
   Rows<C> rows = Rows<C>::last_of(p, w, w.h_kv * group);
   if (blocks > 0) {
-    const auto* gK = static_cast<const Element*>(f.k) + w.b * f.k_stride_batch + w.h_kv * f.k_stride_head + w.key * f.k_stride_seq;
-    const auto* gV = static_cast<const Element*>(f.v) + w.b * f.v_stride_batch + w.h_kv * f.v_stride_head + w.key * f.v_stride_seq;
+    const long long key = keys_before<C>(w.s) + w.key;
+    const auto* gK = static_cast<const Element*>(f.k) + w.b * f.k_stride_batch + w.h_kv * f.k_stride_head + key * f.k_stride_seq;
+    const auto* gV = static_cast<const Element*>(f.v) + w.b * f.v_stride_batch + w.h_kv * f.v_stride_head + key * f.v_stride_seq;
     const int valid = w.s.used_k - w.key;
     load_tile<typename M::TileK, kThreads, true, C::kUnaligned>(smem.k, gK, f.k_stride_seq, valid, f.head_dim);
     load_tile<typename M::TileV, kThreads, true, C::kUnaligned>(smem.v, gV, f.v_stride_seq, valid, f.head_dim_v);
@@ -235,7 +246,7 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
         rdV, smem.p, sdO, share.key_k, share.part_k);
     add_ab<Element, typename M::TileP, typename M::TileQ, true, S::kTilesK, C::kBlockM, C::kHeadDim, S::kPartsK>(rdK, smem.ds, sQ,
                                                                                                                  share.key_k, share.part_k);
-    if constexpr (C::kSumQ) add_dq<C>(p, smem, rows, share);
+    if constexpr (C::kSumQ) add_dq<C>(p, smem, w, rows, share);
     if (C::kStages == 1 && n + 1 < blocks) {
       __syncthreads();  // all have done with Q and dO
       load(0, following);

@@ -35,13 +35,14 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   constexpr int kTiles = C::kBlockM / C::kWarps / 16;
   static_assert(kTiles * 16 * C::kWarps == C::kBlockM && kTiles <= 2, "a warp owns 16 or 32 rows");
   static_assert(C::kStages == 2, "one block of keys is multiplied while the next one arrives");
-  const int row_blocks = (f.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-  const Work<C> w(f, blockIdx.x / row_blocks, row_blocks - 1 - blockIdx.x % row_blocks);
+  if (!has_work<C>(f)) return;
+  const Work<C> w = row_work<C>(f);
   const int warp_row = threadIdx.x / 32 * 16 * kTiles;
   const int h_kv = w.h / (f.num_heads_q / f.num_heads_kv);
-  const auto* gK = static_cast<const Element*>(f.k) + w.b * f.k_stride_batch + h_kv * f.k_stride_head;
-  const auto* gV = static_cast<const Element*>(f.v) + w.b * f.v_stride_batch + h_kv * f.v_stride_head;
-  const long long head_row = (static_cast<long long>(w.b) * f.num_heads_q + w.h) * f.seqlen_q;
+  const long long rows_before = cupyflash::rows_before<C>(w.s), keys_before = cupyflash::keys_before<C>(w.s);
+  const auto* gK = static_cast<const Element*>(f.k) + w.b * f.k_stride_batch + h_kv * f.k_stride_head + keys_before * f.k_stride_seq;
+  const auto* gV = static_cast<const Element*>(f.v) + w.b * f.v_stride_batch + h_kv * f.v_stride_head + keys_before * f.v_stride_seq;
+  const long long head_row = first_in_vector<C>(f, w.s, w.b, w.h);
 
   // Only the last key block can end inside, and it is loaded first.
   auto load_keys = [&](auto tail, int j) {
@@ -59,9 +60,10 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   float slope[kTiles][2] = {};  // this lane's part of the sum over keys of dS * distance
   if (w.keys.first < w.keys.last) {
     const int valid = w.s.used_q - w.row;
-    const auto* gQ = static_cast<const Element*>(f.q) + w.b * f.q_stride_batch + w.h * f.q_stride_head + w.row * f.q_stride_seq;
-    const auto* gdO =
-        static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + w.h * p.dout_stride_head + w.row * p.dout_stride_seq;
+    const auto* gQ =
+        static_cast<const Element*>(f.q) + w.b * f.q_stride_batch + w.h * f.q_stride_head + (rows_before + w.row) * f.q_stride_seq;
+    const auto* gdO = static_cast<const typename C::Out*>(p.dout) + w.b * p.dout_stride_batch + w.h * p.dout_stride_head +
+                      (rows_before + w.row) * p.dout_stride_seq;
     constexpr bool kByElement = C::kUnaligned || !kSame<Element, typename C::Out>;
     load_tile<typename M::TileQ, kThreads, true, C::kUnaligned>(smem.q, gQ, f.q_stride_seq, valid, f.head_dim);
     if constexpr (kByElement) {
@@ -107,12 +109,12 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
           sum += __shfl_xor_sync(kWarp, sum, 1);  // the four lanes of a row
           sum += __shfl_xor_sync(kWarp, sum, 2);
           const int i = w.row + warp_row + 16 * m + 8 * r + threadIdx.x % 32 / 4;
-          if (threadIdx.x % 4 == 0 && i < f.seqlen_q) static_cast<float*>(p.row_slope)[head_row + i] = sum;
+          if (threadIdx.x % 4 == 0 && i < rows_of<C>(f, w.s)) static_cast<float*>(p.row_slope)[head_row + i] = sum;
         }
       }
     }
   }
-  finish_rows<C, kTiles>(p, w.b, w.h, w.row + warp_row, rdQ);
+  finish_rows<C, kTiles>(p, w.s, w.b, w.h, w.row + warp_row, rdQ);
 }
 
 }  // namespace cupyflash

@@ -50,12 +50,25 @@ struct Smem {
   unsigned long long dq_full[2], dq_empty[2];
   float* dq_to[2];           // where dq is added; null: there is no more
   int tile[C::kKeyBuffers];  // whose keys these are; -1: there are no more
+  ListedTile listed[C::kPacked ? C::kKeyBuffers : 1];
+  RawBarriers<C::kStages, C::kPacked> tails;
 };
+
+// The tile whose keys are in a buffer.
+template <class C>
+__device__ inline KeyWork<C> work_in(const ForwardParams& f, const Smem<C>& smem, int buffer, int tile) {
+  const KeyTilesOf<C> tiles(f);
+  if constexpr (C::kPacked) {
+    return tiles.work(f, smem.listed[buffer], tile);
+  } else {
+    return tiles.work(f, tile);
+  }
+}
 
 // Scope: the warpgroup that copies.
 template <class C>
 __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  const KeyTiles<C> tiles(p.forward);
+  const KeyTilesOf<C> tiles(p.forward);
   int n = 0;
   if (threadIdx.x == 0) {
     int tile = blockIdx.x;
@@ -65,17 +78,20 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
       smem.tile[buffer] = tile < tiles.count() ? tile : -1;
       if (tile >= tiles.count()) return mbarrier_arrive(smem_address(&smem.keys_full[buffer]));
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);  // on its way while this one is copied
-      const KeyWork<C> w = tiles.work(p.forward, tile);
+      if constexpr (C::kPacked) smem.listed[buffer] = tiles.list->tiles[tile / tiles.heads];
+      const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
       load_keys<C>(maps, smem, w, buffer);
       load_rows<C>(p.forward, maps, smem, w, n);
       tile = next;
     }
   } else if (threadIdx.x / 32 == 1) {
+    unsigned phases = 0;
     for (int t = 0;; ++t) {
-      mbarrier_wait(smem_address(&smem.keys_full[t % C::kKeyBuffers]), t / C::kKeyBuffers % 2);
-      const int tile = smem.tile[t % C::kKeyBuffers];
+      const int buffer = t % C::kKeyBuffers;
+      mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
+      const int tile = smem.tile[buffer];
       if (tile < 0) return;
-      copy_vectors<C>(p, smem, tiles.work(p.forward, tile), n);
+      copy_vectors<C>(p, smem, work_in<C>(p.forward, smem, buffer, tile), n, phases);
     }
   } else if (threadIdx.x % 32 == 0) {
     const int g = threadIdx.x / 32 - 2;
@@ -94,17 +110,17 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
 // Scope: warpgroup. Leaves its part of dQ of a row block to the thread that has it added to the sums, 16 kB at once (512 bytes at a time
 // took 20 % longer in all). `added` counts these since the kernel began.
 template <class C>
-__device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const float (&rdQ)[QueryTiles<C>::kCount][4], int b, int h, int row,
-                                int g, int& added) {
+__device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const float (&rdQ)[QueryTiles<C>::kCount][4], const KeyWork<C>& w,
+                                int h, int row, int g, int& added) {
   using Tiles = QueryTiles<C>;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, first = row + (Tiles::kByRows ? 64 * g : 0);
-  if (first >= p.forward.seqlen_q) return;
+  if (first >= rows_of<C>(p.forward, w.s)) return;
   mbarrier_wait(smem_address(&smem.dq_empty[g]), added % 2 ^ 1);
   ++added;
 #pragma unroll
   for (int c = 0; c < Tiles::kCount; ++c) smem.dq[g][warp][c][lane] = float4{rdQ[c][0], rdQ[c][1], rdQ[c][2], rdQ[c][3]};
   if (threadIdx.x % 128 == 0) {
-    smem.dq_to[g] = QuerySums<C>::tile(QuerySums<C>::of_head(p, b, h), first / 16, Tiles::kByRows ? 0 : 8 * g);
+    smem.dq_to[g] = QuerySums<C>::tile(QuerySums<C>::of_head(p, w.s, w.b, h), first / 16, Tiles::kByRows ? 0 : 8 * g);
   }
   fence_async_proxy();
   release(smem.dq_full[g]);
@@ -188,7 +204,7 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     fence_async_proxy();  // waits for dS to be there, under the products
     wgmma_wait<1>();
     end_turn();
-    if (n > begin) add_rows<C>(p, smem, rdQ[0], w.b, head_before, row_before, g, added);
+    if (n > begin) add_rows<C>(p, smem, rdQ[0], w, head_before, row_before, g, added);
     row_before = uniform(row);
     head_before = uniform(rows.h);
     wgmma_wait<0>();
@@ -202,23 +218,24 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
   wgmma_wait<0>();
   if (n > begin) {
     end_turn();
-    add_rows<C>(p, smem, rdQ[0], w.b, head_before, row_before, g, added);
+    add_rows<C>(p, smem, rdQ[0], w, head_before, row_before, g, added);
   }
   release(smem.keys_empty[keys]);
 
-  const int count = f.seqlen_k - key;
+  const int count = keys_of<C>(f, w.s) - key;
+  const long long out_key = keys_before<C>(w.s) + key;
   if (p.dk) {
-    auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
+    auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + out_key * p.dk_stride_seq;
     store_chunks<C::kHeadDim>(out, p.dk_stride_seq, count, f.head_dim, rdK[0], static_cast<float>(f.softmax_scale));
   }
   if (p.dv) {
-    auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
+    auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + out_key * p.dv_stride_seq;
     store_chunks<C::kHeadDimV>(out, p.dv_stride_seq, count, f.head_dim_v, rdV[0], 1.0f);
   }
   __syncwarp();  // what was written of these keys is overwritten by other lanes
   for (unsigned again = uniform(not_finite(rdK[0]) | not_finite(rdV[0])); again; again &= again - 1) {
     const int j = uniform(key + __ffs(again) - 1);
-    if (j < f.seqlen_k && !uniform(key_is_lost<C>(p, w.b, w.h_kv, j))) key_gradient<C>(p, w.b, w.h_kv, j);
+    if (j < keys_of<C>(f, w.s) && !uniform(key_is_lost<C>(p, w.b, w.h_kv, j))) key_gradient<C>(p, w.b, w.h_kv, j);
   }
   return n;
 }
@@ -233,7 +250,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
     const int tile = uniform(smem.tile[buffer]);
     if (tile < 0) break;
-    KeyWork<C> w = KeyTiles<C>(p.forward).work(p.forward, tile);
+    KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
     w.b = uniform(w.b);
     w.h_kv = uniform(w.h_kv);
     w.key = uniform(w.key);
@@ -244,6 +261,13 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     w.row_last = uniform(w.row_last);
     w.full_first = uniform(w.full_first);
     w.full_last = uniform(w.full_last);
+    if constexpr (C::kPacked) {
+      w.s.first_q = uniform(w.s.first_q);
+      w.s.first_k = uniform(w.s.first_k);
+      w.s.len_q = uniform(w.s.len_q);
+      w.s.len_k = uniform(w.s.len_k);
+    }
+    zero_keys<C>(smem, w, buffer, 7);
     n = multiply<C>(p, smem, w, buffer, uniform(n), added);
   }
   if (g == 0) named_barrier_sync(1, 256);  // nobody is to be waited for when the block ends

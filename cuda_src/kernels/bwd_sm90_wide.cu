@@ -33,9 +33,10 @@ struct Smem {
   float delta[C::kStages][C::kBlockM];
   alignas(8) unsigned long long keys_full[C::kKeyBuffers],
       keys_empty[C::kKeyBuffers], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
+  RawBarriers<C::kStages, C::kPacked> tails;
 };
 
-enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored };  // named barriers
+enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored, kKeysZeroed };  // named barriers
 
 // The warp's first key; not to be kept through the loop before.
 template <class C>
@@ -126,7 +127,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
     wgmma_commit();
     release(smem.q_empty[stage]);
     share.add_last();
-    share.sums = first < f.seqlen_q ? QuerySums<C>::at(QuerySums<C>::of_head(p, w.b, rows.h), first / 16, 0) : nullptr;
+    share.sums = first < rows_of<C>(f, w.s) ? QuerySums<C>::at(QuerySums<C>::of_head(p, w.s, w.b, rows.h), first / 16, 0) : nullptr;
     named_barrier_sync(kScoresReady, 256);
     share.issue_all(smem, n, smem.dout_empty[stage]);
   }
@@ -134,8 +135,9 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   share.add_last();
   if (p.dv) {
     const int key = first_key(w);
-    auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + key * p.dv_stride_seq;
-    store_chunks<C::kHeadDimV>(out, p.dv_stride_seq, f.seqlen_k - key, f.head_dim_v, rdV[0], 1.0f);
+    auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head +
+                (keys_before<C>(w.s) + key) * p.dv_stride_seq;
+    store_chunks<C::kHeadDimV>(out, p.dv_stride_seq, keys_of<C>(f, w.s) - key, f.head_dim_v, rdV[0], 1.0f);
   }
   return not_finite(rdV[0]);
 }
@@ -194,7 +196,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
     issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, sV, smem_address(smem.dout[next % C::kStages]));
     wgmma_commit();
     share.add_last();
-    share.sums = first < f.seqlen_q ? QuerySums<C>::at(QuerySums<C>::of_head(p, w.b, rows.h), first / 16, 0) : nullptr;
+    share.sums = first < rows_of<C>(f, w.s) ? QuerySums<C>::at(QuerySums<C>::of_head(p, w.s, w.b, rows.h), first / 16, 0) : nullptr;
     named_barrier_sync(kScoresWritten, 128);
     share.issue_all(smem, n, smem.q_empty[stage]);
   }
@@ -202,19 +204,21 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   share.add_last();
   if (p.dk) {
     const int key = first_key(w);
-    auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + key * p.dk_stride_seq;
-    store_chunks<C::kHeadDim>(out, p.dk_stride_seq, f.seqlen_k - key, f.head_dim, rdK[0], static_cast<float>(f.softmax_scale));
+    auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head +
+                (keys_before<C>(w.s) + key) * p.dk_stride_seq;
+    store_chunks<C::kHeadDim>(out, p.dk_stride_seq, keys_of<C>(f, w.s) - key, f.head_dim, rdK[0], static_cast<float>(f.softmax_scale));
   }
   return not_finite(rdK[0]);
 }
 
 template <class C>
 __device__ inline KeyWork<C> key_work(const ForwardParams& f) {
-  return KeyTiles<C>(f).work(f, blockIdx.x);
+  return KeyTilesOf<C>(f).work(f, blockIdx.x);
 }
 
 template <class C>
 __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
+  if (C::kPacked && blockIdx.x >= KeyTilesOf<C>(p.forward).count()) return;
   const KeyWork<C> w = key_work<C>(p.forward);
   if (w.row_first == w.row_last) return;
   int n = 0;
@@ -222,19 +226,25 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
     load_keys<C>(maps, smem, w, 0);
     load_rows<C>(p.forward, maps, smem, w, n);
   } else if (threadIdx.x / 32 == 1) {
-    copy_vectors<C>(p, smem, w, n);
+    unsigned phases = 0;
+    copy_vectors<C>(p, smem, w, n, phases);
   }
 }
 
 template <class C>
 __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   static_assert(C::kBlockM == 64 && C::kBlockN == 64 && C::kHeadDim > 64);
+  if (C::kPacked && blockIdx.x >= KeyTilesOf<C>(p.forward).count()) return;
   const KeyWork<C> w = key_work<C>(p.forward);
+  if (C::kPacked && w.row_first < w.row_last) {
+    mbarrier_wait(smem_address(&smem.keys_full[0]), 0);
+    zero_keys<C>(smem, w, 0, kKeysZeroed);
+  }
   unsigned again = uniform(threadIdx.x / 128) == 1 ? value_gradients<C>(p, smem, w) : key_gradients<C>(p, smem, w);
   named_barrier_sync(kAllStored, 256);  // of these keys both gradients are there, and are overwritten by any lane
   for (; again; again &= again - 1) {
     const int j = first_key(w) + __ffs(again) - 1;
-    if (j < p.forward.seqlen_k && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
+    if (j < keys_of<C>(p.forward, w.s) && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
   }
 }
 

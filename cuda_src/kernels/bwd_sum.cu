@@ -7,19 +7,27 @@
 
 namespace cupyflash {
 
-template <class Acc>
+template <class C>
 __device__ inline double sum_of_rows(const ForwardParams& f, const void* rows, int first_batch, int last_batch, int h) {
+  using Acc = typename AccumulatorOf<typename C::Element>::Type;
   double sum = 0;
-  for (int b = first_batch; b < last_batch; ++b) {
-    const Acc* g = static_cast<const Acc*>(rows) + (static_cast<long long>(b) * f.num_heads_q + h) * f.seqlen_q;
-    for (int i = threadIdx.x % 32; i < f.seqlen_q; i += 32) sum += g[i];
+  auto add = [&](long long first, int count) {
+    const Acc* g = static_cast<const Acc*>(rows) + first;
+    for (int i = threadIdx.x % 32; i < count; i += 32) sum += g[i];
+  };
+  if (C::kPacked && first_batch == 0 && last_batch == f.batch) {  // of all rows: what lies between sequences is 0
+    add(static_cast<long long>(h) * f.seqlen_q, f.seqlen_q);
+  } else {
+    for (int b = first_batch; b < last_batch; ++b) {
+      const SequenceOf<C> s = sequence_of<C>(f, b);
+      add(first_in_vector<C>(f, s, b, h), rows_of<C>(f, s));
+    }
   }
   return warp_sum(sum);
 }
 
 template <class C>
 __device__ void sum_rows(const BackwardParams& p, long long warp) {
-  using Acc = typename AccumulatorOf<typename C::Element>::Type;
   const ForwardParams& f = p.forward;
   const bool writes = threadIdx.x % 32 == 0;
   if constexpr (C::kAlibi) {
@@ -27,7 +35,7 @@ __device__ void sum_rows(const BackwardParams& p, long long warp) {
     if (warp < count) {
       const int b = static_cast<int>(warp / f.num_heads_q);
       const int last = p.dalibi_batch == 1 ? f.batch : b + 1;
-      const double sum = sum_of_rows<Acc>(f, p.row_slope, b, last, static_cast<int>(warp % f.num_heads_q));
+      const double sum = sum_of_rows<C>(f, p.row_slope, b, last, static_cast<int>(warp % f.num_heads_q));
       if (writes) p.dalibi_slopes[warp] = static_cast<float>(-sum);
       return;
     }
@@ -35,7 +43,7 @@ __device__ void sum_rows(const BackwardParams& p, long long warp) {
   }
   if constexpr (C::kSink) {
     if (p.dsink && warp < f.num_heads_q) {
-      const double sum = sum_of_rows<Acc>(f, p.row_sink, 0, f.batch, static_cast<int>(warp));
+      const double sum = sum_of_rows<C>(f, p.row_sink, 0, f.batch, static_cast<int>(warp));
       if (writes) narrow(-sum, static_cast<typename C::Sink*>(p.dsink)[warp]);
     }
   }

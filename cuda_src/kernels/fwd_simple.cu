@@ -5,10 +5,22 @@
 // Not here   tiles: every row reads all of its K and V again, so this is the fallback, not the fast path.
 #include "../primitives/row.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) fwd_simple(const __grid_constant__ cupyflash::ForwardParams p) {
-  const long long row = static_cast<long long>(blockIdx.x) * Config::kWarps + threadIdx.x / 32;
+namespace cupyflash {
+
+template <class C>
+__device__ inline void forward(const ForwardParams& p, long long row) {
   const long long head = row / p.seqlen_q;
-  const int b = static_cast<int>(head / p.num_heads_q);
-  if (b >= p.batch) return;
-  cupyflash::attend_row<Config>(p, b, static_cast<int>(head % p.num_heads_q), static_cast<int>(row % p.seqlen_q));
+  int b = static_cast<int>(head / p.num_heads_q), i = static_cast<int>(row % p.seqlen_q);
+  if (b >= (C::kPacked ? 1 : p.batch)) return;
+  if constexpr (C::kPacked) {
+    b = sequence_at(p.cu_seqlens_q, p.cu_seqlens_q_stride, p.batch, i);
+    i -= sequence_of<C>(p, b).first_q;
+  }
+  attend_row<C>(p, b, static_cast<int>(head % p.num_heads_q), i);
+}
+
+}  // namespace cupyflash
+
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) fwd_simple(const __grid_constant__ cupyflash::ForwardParams p) {
+  cupyflash::forward<Config>(p, static_cast<long long>(blockIdx.x) * Config::kWarps + threadIdx.x / 32);
 }

@@ -4,6 +4,7 @@
 //            P = exp2(S * scale_log2 - reference), where reference is the row maximum in those units as it was when a score last passed
 //            it by kGrowth. Row sums are reduced across lanes once, at the end.
 // Work       One block computes kBlockM rows of one head, the last row blocks of a head first: under a causal mask they are the longest.
+//            Of packed sequences as they are listed, longest first.
 // Walk       From the last visible key block down to the first; the diagonal and the tail are masked and come first, the left edge of a
 //            window last, and between them the unmasked step runs.
 // Threads    kWarps warps, each with kBlockM / kWarps rows (16 or 32) of S and O in registers.
@@ -35,14 +36,17 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
   constexpr int kTiles = C::kBlockM / C::kWarps / 16;
   static_assert(kTiles * 16 * C::kWarps == C::kBlockM && kTiles <= 2, "a warp owns 16 or 32 rows");
   static_assert(C::kStages == 2, "one block of keys is multiplied while the next one arrives");
-  const int row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-  const Work<C> w(p, blockIdx.x / row_blocks, row_blocks - 1 - blockIdx.x % row_blocks);
+  if (!has_work<C>(p)) return;
+  const Work<C> w = row_work<C>(p);
   const int warp_row = threadIdx.x / 32 * 16 * kTiles;
   const int group = p.num_heads_q / p.num_heads_kv;
 
-  const Element* gQ = static_cast<const Element*>(p.q) + w.b * p.q_stride_batch + w.h * p.q_stride_head;
-  const Element* gK = static_cast<const Element*>(p.k) + w.b * p.k_stride_batch + w.h / group * p.k_stride_head;
-  const Element* gV = static_cast<const Element*>(p.v) + w.b * p.v_stride_batch + w.h / group * p.v_stride_head;
+  const Element* gQ = static_cast<const Element*>(p.q) + w.b * p.q_stride_batch + w.h * p.q_stride_head + rows_before<C>(w.s) * p.q_stride_seq;
+  const long long first_key = keys_before<C>(w.s);
+  const Element* gK =
+      static_cast<const Element*>(p.k) + w.b * p.k_stride_batch + w.h / group * p.k_stride_head + first_key * p.k_stride_seq;
+  const Element* gV =
+      static_cast<const Element*>(p.v) + w.b * p.v_stride_batch + w.h / group * p.v_stride_head + first_key * p.v_stride_seq;
 
   // Only the last key block can end inside, and it is loaded first.
   auto load_keys = [&](auto tail, int j) {

@@ -1,7 +1,8 @@
 // fwd_sm90.cu: attention forward by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm80.cu.
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
-// Work       A tile is kBlockM rows of one head. There is a block for each SM, which takes every gridDim-th tile, there and back.
+// Work       A tile is kBlockM rows of one head. There is a block for each SM, which takes every gridDim-th tile, there and back; of
+//            packed sequences, whose tiles are listed, longest first, the next one that none has taken.
 // Walk       From the last visible key block down to the first.
 // Threads    Warpgroup 0 copies: one thread decides what is next and queues all loads. The others have 64 rows of S and O each, in
 //            registers, and do what they find in shared memory; of the key blocks of the tile each passes over those it does not see.
@@ -30,8 +31,16 @@ struct Smem {
   alignas(1024) char o[C::kOwnOut ? C::kBlockM / 16 : 1][C::kOwnOut ? TileO::kBytes : 1024];  // of a warp
   alignas(8) unsigned long long q_full[C::kStagesQ], q_empty[C::kStagesQ];
   unsigned long long k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-  Work<C> work[2];  // of this tile and the next in turn, its keys those that are copied; row -1: there is no more
+  // Of this tile and the next in turn, its keys those that are copied; row -1: there is no more. One more where it is written early.
+  static constexpr int kWorks = C::kPacked ? 3 : 2;
+  Work<C> work[kWorks];
 };
+
+// Where tensor maps have a tile: packed sequences are one batch.
+template <class C>
+__device__ inline int batch_of(const Work<C>& w) {
+  return C::kPacked ? 0 : w.b;
+}
 
 // Where 16 bytes of a row lie in panels.
 __device__ inline char* chunk_of(char* panels, int panel_bytes, int row, int chunk) {
@@ -82,35 +91,69 @@ struct Tiles {
   }
 };
 
+// The same for packed sequences.
+template <class C>
+struct ListedTiles {
+  TileList* list;
+  int heads, count, claimed;
+
+  __device__ explicit ListedTiles(const ForwardParams& p) : list(static_cast<TileList*>(p.row_tiles)), heads(p.num_heads_q) {
+    count = list->count * heads;
+    claimed = blockIdx.x;
+  }
+  // Asks for the tile after the one that `next` gives, so that the answer is there in time.
+  __device__ int next() {
+    const int tile = claimed;
+    if (tile >= count) return -1;
+    claimed = gridDim.x + atomicAdd(&list->taken, 1);
+    return tile;
+  }
+  __device__ Work<C> work(const ForwardParams& p, int tile) const {
+    const ListedTile listed = list->tiles[tile / heads];
+    Work<C> w(p, listed.b, tile % heads, listed.block, listed.sequence(p));
+    if (w.keys.empty()) w.keys = {0, 1, 0, 0};
+    return w;
+  }
+};
+
 template <class C>
 __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using S = Smem<C>;
   Ring<C::kStagesQ> q;
   Ring<C::kStages> k, v;
-  Tiles<C> tiles(p);
+  typename Choice<C::kPacked, ListedTiles<C>, Tiles<C>>::Type tiles(p);
   int tile = tiles.next();
-  Work<C> next = tiles.work(p, tile);
+  Work<C> next;
+  auto look_up = [&](unsigned n) {  // tile n of the block
+    if constexpr (C::kPacked) {
+      if (tile >= 0) smem.work[n % S::kWorks] = tiles.work(p, tile);  // this thread has no registers for it
+    } else {
+      next = tiles.work(p, tile);
+    }
+  };
+  look_up(0);
   while (tile >= 0) {
-    const Work<C> w = next;
-    const int head = w.h / (p.num_heads_q / p.num_heads_kv);
+    const Work<C> copy = next;
+    const Work<C>& w = C::kPacked ? smem.work[q.used % S::kWorks] : copy;
+    const int head = w.h / (p.num_heads_q / p.num_heads_kv), batch = batch_of<C>(w), keys_before = cupyflash::keys_before<C>(w.s);
     auto load_k = [&](int j) {
       mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
-      load_tile_of<typename S::TileK>(smem.k[k.stage()], maps.k, smem.k_full[k.stage()], j * C::kBlockN, head, w.b);
+      load_tile_of<typename S::TileK>(smem.k[k.stage()], maps.k, smem.k_full[k.stage()], keys_before + j * C::kBlockN, head, batch);
       ++k.used;
     };
     auto load_v = [&](int j) {
       mbarrier_wait(smem_address(&smem.v_empty[v.stage()]), v.parity() ^ 1);
-      load_tile_of<typename S::TileV>(smem.v[v.stage()], maps.v, smem.v_full[v.stage()], j * C::kBlockN, head, w.b);
+      load_tile_of<typename S::TileV>(smem.v[v.stage()], maps.v, smem.v_full[v.stage()], keys_before + j * C::kBlockN, head, batch);
       ++v.used;
     };
     load_k(w.keys.last - 1);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-    smem.work[q.used % 2] = w;
-    load_tile_of<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], w.row, w.h, w.b);
+    if constexpr (!C::kPacked) smem.work[q.used % S::kWorks] = w;
+    load_tile_of<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], rows_before<C>(w.s) + w.row, w.h, batch);
     ++q.used;
     tile = tiles.next();
-    if (tile >= 0) {
-      next = tiles.work(p, tile);        // divisions, while the loads are on their way
+    if (!C::kPacked && tile >= 0) {
+      look_up(q.used);                   // divisions, while the loads are on their way
       if constexpr (C::kStagesQ == 1) {  // all blocks of the grid ask for their next Q at about the same time, too late to wait for DRAM
 #pragma unroll
         for (int n = 0; n < S::TileQ::kCount; ++n) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
@@ -121,9 +164,10 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
       load_v(j + 1);
     }
     load_v(w.keys.first);
+    if constexpr (C::kPacked) look_up(q.used);  // what it waits for would hold up the loads
   }
   mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-  smem.work[q.used % 2].row = -1;
+  smem.work[q.used % S::kWorks].row = -1;
   mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
 }
 
@@ -198,6 +242,8 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
   } else {
     constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
     char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
+    // Boxes of 8 or 16 rows must not reach into the next sequence.
+    const bool whole = !C::kPacked || uniform(w.row + warp_row + 16 <= rows_of<C>(p, w.s));
     if constexpr (C::kOwnOut) {
       bulk_wait_read();
       __syncwarp();
@@ -207,18 +253,19 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
     return finish<C, 1>(
         p, w, rO, state, warp_row,
         [&](int row, int column, Pair<typename C::Out> pair) {
+          if (C::kPacked && !whole) return store_pair<C>(p, w, w.row + warp_row + row, column, pair);
           if constexpr (C::kOwnOut) row %= 8;
           *reinterpret_cast<Pair<typename C::Out>*>(chunk_of(rows, kPanelBytes, row, column / 8) + column % 8 * 2) = pair;
         },
         [&](int half) {
-          if (!C::kOwnOut && half == 0) return;
+          if ((!C::kOwnOut && half == 0) || !whole) return;
           fence_async_proxy();
           __syncwarp();
           if (thread % 32 == 0) {
 #pragma unroll
             for (int n = 0; n < (C::kHeadDimV + 63) / 64; ++n) {
               const int row = w.row + warp_row + (C::kOwnOut ? 8 * half : 0);
-              tma_store(smem_address(rows + n * kPanelBytes), &map, 64 * n, row, w.h, w.b);
+              tma_store(smem_address(rows + n * kPanelBytes), &map, 64 * n, rows_before<C>(w.s) + row, w.h, batch_of<C>(w));
             }
           }
           bulk_commit();  // by all lanes, which keeps them together; most batches are empty
@@ -260,7 +307,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
   int held = -1;  // the place of the tile before it, while its rows are on their way out
   KeyBlocks keys;
   auto open_tile = [&] {
-    place = q.used % 2;
+    place = q.used % Smem<C>::kWorks;
     stage = q.stage();
     mbarrier_wait(smem_address(&smem.q_full[stage]), q.parity());
     ++q.used;
@@ -335,7 +382,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     if (C::kOwnOut && j == keys.first) release(smem.q_empty[stage]);
     softmax_step<C, true, 1, kWithoutMaximum<C>, kLeavesOut>(p, w, j, rS, state, warp_row, [] {});
     pack_p();
-    if constexpr (C::kUsed) {  // rows past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
+    if constexpr (C::kUsed || C::kPacked) {  // keys past used_k are the caller's, perhaps NaN, and 0 x NaN is NaN
       const int valid = max(w.s.used_k - j * C::kBlockN, 0);
       if (valid < C::kBlockN) {
         const Ring<C::kStages> v{k.used - 1};

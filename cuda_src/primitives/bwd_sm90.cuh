@@ -56,6 +56,57 @@ struct KeyTiles {
   }
 };
 
+// The same for packed sequences, whose tiles are listed, longest first.
+template <class C>
+struct ListedKeyTiles {
+  const TileList* list;
+  int heads;
+
+  __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)), heads(f.num_heads_kv) {}
+  __device__ long long count() const { return static_cast<long long>(list->count) * heads; }
+  __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& listed, int tile) const {
+    return KeyWork<C>(f, listed.b, tile % heads, listed.block, listed.sequence(f));
+  }
+  __device__ KeyWork<C> work(const ForwardParams& f, int tile) const { return work(f, list->tiles[tile / heads], tile); }
+};
+template <class C>
+using KeyTilesOf = typename Choice<C::kPacked, ListedKeyTiles<C>, KeyTiles<C>>::Type;
+
+// What copies need where a tile may hold rows of the next sequence: zeros take their place, since 0 x NaN is NaN. Rows of Q and dO that
+// arrive so are announced to `raw`, and by the warp of the vectors, when it has written the zeros, to those who wait for them.
+template <int kStages, bool kPacked>
+struct RawBarriers {
+  unsigned long long raw[kStages];
+};
+template <int kStages>
+struct RawBarriers<kStages, false> {};
+
+// Whether a block of rows ends inside one that is loaded.
+template <class C>
+__device__ inline bool has_tail(const KeyWork<C>& w, int i) {
+  return C::kPacked && w.s.used_q < (i + 1) * C::kBlockM;
+}
+
+// Rows from `first` on become zeros. Scope: kThreads threads, of which this is number `thread`.
+template <class T, int kRows, int kThreads>
+__device__ inline void zero_rows(char* tile, int first, int thread) {
+  const int chunks = (kRows - first) * 8;
+  for (int n = thread; n < chunks * T::kCount; n += kThreads) {
+    *reinterpret_cast<float4*>(tile + n / chunks * T::kPanelBytes + first * 128 + n % chunks * 16) = float4{0, 0, 0, 0};
+  }
+}
+
+// Scope: the two warpgroups that multiply. Keys that nobody uses become zeros; the keys have arrived.
+template <class C, class M>
+__device__ inline void zero_keys(M& smem, const KeyWork<C>& w, int buffer, int barrier) {
+  const int used = w.s.used_k - w.key;
+  if (!C::kPacked || used >= C::kBlockN) return;
+  zero_rows<typename M::TileK, C::kBlockN, 256>(smem.k[buffer], max(used, 0), threadIdx.x - 128);
+  zero_rows<typename M::TileV, C::kBlockN, 256>(smem.v[buffer], max(used, 0), threadIdx.x - 128);
+  fence_async_proxy();
+  named_barrier_sync(barrier, 256);
+}
+
 // Scope: block. Before the first use of smem; nobody has arrived at any of its barriers.
 template <class C, class M>
 __device__ inline void begin(const TensorMaps& maps, M& smem) {
@@ -75,6 +126,7 @@ __device__ inline void begin(const TensorMaps& maps, M& smem) {
       mbarrier_init(smem_address(&smem.dout_full[n]), 1);
       mbarrier_init(smem_address(&smem.q_empty[n]), 8);
       mbarrier_init(smem_address(&smem.dout_empty[n]), 8);
+      if constexpr (C::kPacked) mbarrier_init(smem_address(&smem.tails.raw[n]), 2);  // Q and dO
     }
     if constexpr (C::kBlockN == 128) {
       for (int g = 0; g < 2; ++g) {
@@ -92,8 +144,9 @@ template <class C, class M>
 __device__ inline void load_keys(const TensorMaps& maps, M& smem, const KeyWork<C>& w, int buffer) {
   unsigned long long& full = smem.keys_full[buffer];
   mbarrier_arrive_expect(smem_address(&full), M::TileK::kBytes + M::TileV::kBytes);
-  load_panels<typename M::TileK>(smem.k[buffer], maps.k, full, w.key, w.h_kv, w.b);
-  load_panels<typename M::TileV>(smem.v[buffer], maps.v, full, w.key, w.h_kv, w.b);
+  const int key = static_cast<int>(keys_before<C>(w.s)) + w.key, batch = C::kPacked ? 0 : w.b;
+  load_panels<typename M::TileK>(smem.k[buffer], maps.k, full, key, w.h_kv, batch);
+  load_panels<typename M::TileV>(smem.v[buffer], maps.v, full, key, w.h_kv, batch);
 }
 
 // Scope: one thread. Queues Q and dO of all row blocks that pass by; n counts row blocks since the kernel began.
@@ -101,26 +154,45 @@ template <class C, class M>
 __device__ inline void load_rows(const ForwardParams& f, const TensorMaps& maps, M& smem, const KeyWork<C>& w, int& n) {
   for (RowBlocks<C> rows(f, w); rows.left > 0; ++n, rows.next(w)) {
     const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
+    const int row = static_cast<int>(rows_before<C>(w.s)) + rows.i * C::kBlockM, batch = C::kPacked ? 0 : w.b;
+    unsigned long long *q_full = &smem.q_full[stage], *dout_full = &smem.dout_full[stage];
     mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
-    load_tile_of<typename M::TileQ>(smem.q[stage], maps.q, smem.q_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+    if constexpr (C::kPacked) {
+      if (has_tail(w, rows.i)) {
+        mbarrier_arrive(smem_address(q_full));
+        q_full = dout_full = &smem.tails.raw[stage];
+      }
+    }
+    load_tile_of<typename M::TileQ>(smem.q[stage], maps.q, *q_full, row, rows.h, batch);
     mbarrier_wait(smem_address(&smem.dout_empty[stage]), parity);
-    load_tile_of<typename M::TileO>(smem.dout[stage], maps.dout, smem.dout_full[stage], rows.i * C::kBlockM, rows.h, w.b);
+    load_tile_of<typename M::TileO>(smem.dout[stage], maps.dout, *dout_full, row, rows.h, batch);
   }
 }
 
-// Scope: warp. Copies LSE and delta of the same.
+// Scope: warp. Copies LSE and delta of the same; `phases` has a bit for each of the barriers of tiles that hold rows of the next sequence.
 template <class C, class M>
-__device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyWork<C>& w, int& n) {
+__device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyWork<C>& w, int& n, unsigned& phases) {
   const ForwardParams& f = p.forward;
   for (RowBlocks<C> rows(f, w); rows.left > 0; ++n, rows.next(w)) {
     const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
-    const long long first = (static_cast<long long>(w.b) * f.num_heads_q + rows.h) * f.seqlen_q + rows.i * C::kBlockM;
+    const long long first = first_in_vector<C>(f, w.s, w.b, rows.h) + rows.i * C::kBlockM;
     const int count = w.s.used_q - rows.i * C::kBlockM;
     mbarrier_wait(smem_address(&smem.q_empty[stage]), parity);
 #pragma unroll
     for (int r = threadIdx.x % 32; r < C::kBlockM; r += 32) {
       smem.reference[stage][r] = r < count ? p.row_reference[first + r] : infinity(0.0f);
       smem.delta[stage][r] = r < count ? static_cast<const float*>(p.row_delta)[first + r] : 0.0f;
+    }
+    if constexpr (C::kPacked) {
+      if (has_tail(w, rows.i)) {
+        mbarrier_wait(smem_address(&smem.tails.raw[stage]), phases >> stage & 1);
+        phases ^= 1u << stage;
+        zero_rows<typename M::TileQ, C::kBlockM, 32>(smem.q[stage], max(count, 0), threadIdx.x % 32);
+        zero_rows<typename M::TileO, C::kBlockM, 32>(smem.dout[stage], max(count, 0), threadIdx.x % 32);
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&smem.dout_full[stage]));
+      }
     }
     mbarrier_arrive(smem_address(&smem.q_full[stage]));
   }

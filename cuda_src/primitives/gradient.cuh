@@ -17,15 +17,15 @@ namespace cupyflash {
 template <class C>
 struct KeyWork {
   int b, h_kv, key;  // key: the first of the block
-  Sequence s;
+  SequenceOf<C> s;
   int row_first, row_last;    // row blocks of which some row sees some key
   int full_first, full_last;  // those among them whose rows all see all keys, by length, causal and window
 
   // `head` counts key heads through all batches.
-  __device__ KeyWork(const ForwardParams& p, int head, int key_block) : key(key_block * C::kBlockN) {
-    b = head / p.num_heads_kv;
-    h_kv = head % p.num_heads_kv;
-    s = sequence_of<C>(p, b);
+  __device__ KeyWork(const ForwardParams& p, int head, int key_block)
+      : KeyWork(p, head / p.num_heads_kv, head % p.num_heads_kv, key_block, sequence_of<C>(p, head / p.num_heads_kv)) {}
+  __device__ KeyWork(const ForwardParams& p, int b, int h_kv, int key_block, const SequenceOf<C>& s)
+      : b(b), h_kv(h_kv), key(key_block * C::kBlockN), s(s) {
     const int key_end = min(key + C::kBlockN, s.used_k);
     RowRange rows = visible_rows<C>(p, s, key, key_end);
     if (key >= s.used_k) rows.last = rows.first;
@@ -129,13 +129,14 @@ __device__ inline void store_gradient(T* g, long long stride, int count, int wid
 
 // Computes those rows of dQ again that left the range of the tiles; the warp has written its rows, from `row` on, as they are.
 template <class C, int kTiles>
-__device__ inline void repair_rows(const BackwardParams& p, int b, int h, int row, const float (&rdQ)[kTiles][C::kHeadDim / 8][4]) {
+__device__ inline void repair_rows(const BackwardParams& p, const SequenceOf<C>& s, int b, int h, int row,
+                                   const float (&rdQ)[kTiles][C::kHeadDim / 8][4]) {
   __syncwarp();  // what was written of these rows is overwritten by other lanes
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
     for (unsigned again = not_finite(rdQ[m]); again; again &= again - 1) {
       const int i = row + 16 * m + __ffs(again) - 1;
-      if (i < p.forward.seqlen_q && !Head<C>(p, b, h).is_lost(i)) row_gradient<C>(p, b, h, i);
+      if (i < rows_of<C>(p.forward, s) && !Head<C>(p, b, h).is_lost(i)) row_gradient<C>(p, b, h, i);
     }
   }
 }
@@ -179,14 +180,16 @@ __device__ inline void store_chunks(T* g, long long stride, int count, int width
 
 // dQ of a warp's rows, from `row` on, goes to memory; rows that left the range of the tiles are computed again.
 template <class C, int kTiles>
-__device__ inline void finish_rows(const BackwardParams& p, int b, int h, int row, const float (&rdQ)[kTiles][C::kHeadDim / 8][4]) {
+__device__ inline void finish_rows(const BackwardParams& p, const SequenceOf<C>& s, int b, int h, int row,
+                                   const float (&rdQ)[kTiles][C::kHeadDim / 8][4]) {
   const ForwardParams& f = p.forward;
   if (p.dq) {
-    auto* g = static_cast<typename C::Element*>(p.dq) + b * p.dq_stride_batch + h * p.dq_stride_head + row * p.dq_stride_seq;
+    auto* g = static_cast<typename C::Element*>(p.dq) + b * p.dq_stride_batch + h * p.dq_stride_head +
+              (rows_before<C>(s) + row) * p.dq_stride_seq;
     const float scale = static_cast<float>(f.softmax_scale);
-    store_gradient<C::kUnaligned, C::kHeadDim, 1, kTiles>(g, p.dq_stride_seq, f.seqlen_q - row, f.head_dim, rdQ, scale, 0);
+    store_gradient<C::kUnaligned, C::kHeadDim, 1, kTiles>(g, p.dq_stride_seq, rows_of<C>(f, s) - row, f.head_dim, rdQ, scale, 0);
   }
-  repair_rows<C, kTiles>(p, b, h, row, rdQ);
+  repair_rows<C, kTiles>(p, s, b, h, row, rdQ);
 }
 
 // Sums of dQ over the blocks of keys, in float: of each head tiles of 16 rows x 8 columns, row by row of tiles or, with kPanels, of each 64
@@ -197,9 +200,10 @@ struct QuerySums {
   static constexpr int kColumns = C::kHeadDim / 8;
   static constexpr bool kByFour = C::kArch >= 90;  // a lane's four elements are neighbours; else each of them is, over the lanes
 
-  __device__ static float* of_head(const BackwardParams& p, int b, int h) {
-    const ForwardParams& f = p.forward;
-    return p.dq_sum + (static_cast<long long>(b) * f.num_heads_q + h) * sum_rows(f) * C::kHeadDim;
+  // Of head h of batch b; packed: of a sequence.
+  __device__ static float* of_head(const BackwardParams& p, const SequenceOf<C>& s, int b, int h) {
+    const long long head = (C::kPacked ? 0ll : static_cast<long long>(b)) * p.forward.num_heads_q + h;
+    return p.dq_sum + (head * sum_rows<C>(p.forward) + sum_rows_before<C>(s, b)) * C::kHeadDim;
   }
   // The tile of a head, or without kPanels the one that many tiles below and to the right of the one at g.
   __device__ static float* tile(float* g, int row_tile, int column_tile) {

@@ -8,6 +8,7 @@ namespace cupyflash {
 
 struct ForwardParams {
   // Q (B, Sq, Hq, D), K (B, Sk, Hkv, D), V (B, Sk, Hkv, Dv), O (B, Sq, Hq, Dv): last axis dense. LSE (B, Hq, Sq), compact.
+  // Packed: B sequences one after another in Q (1, Tq, Hq, D) and so on, whose batch stride is 0; LSE (Hq, Tq).
   const void* q;
   const void* k;
   const void* v;
@@ -18,7 +19,11 @@ struct ForwardParams {
   const void* sink;           // (Hq)
   const int* seqused_q;       // (B)
   const int* seqused_k;       // (B)
+  const int* cu_seqlens_q;    // (B + 1), packed: sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+  const int* cu_seqlens_k;    // (B + 1)
   void* lse;
+  void* row_tiles;  // TileList: blocks of tile_rows rows of the sequences of a packed call; null where nobody asks
+  void* key_tiles;  // of tile_keys keys
 
   long long q_stride_batch, q_stride_seq, q_stride_head;
   long long k_stride_batch, k_stride_seq, k_stride_head;
@@ -27,16 +32,17 @@ struct ForwardParams {
   long long bias_stride_batch, bias_stride_head, bias_stride_q, bias_stride_k;
   long long mask_stride_batch, mask_stride_head, mask_stride_q, mask_stride_k;
   long long alibi_stride_batch, alibi_stride_head;
-  long long sink_stride, seqused_q_stride, seqused_k_stride;
+  long long sink_stride, seqused_q_stride, seqused_k_stride, cu_seqlens_q_stride, cu_seqlens_k_stride;
 
   double softmax_scale;
   double softcap;  // 0: none
 
-  int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv;
+  int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv;  // packed: batch counts sequences, lengths are Tq and Tk
   int head_dim, head_dim_v;       // the true ones; tiles may be wider
   int window_left, window_right;  // distances from the diagonal, 2^31 - 1: unlimited
   int top_left;                   // the diagonal is j = i, else j = i + used_k - used_q
   int section;                    // how many heads the order of the tiles takes together (plan.py)
+  int tile_rows, tile_keys;       // of row_tiles and key_tiles
   float softmax_scale_log2;
 };
 

@@ -32,7 +32,7 @@ __device__ inline double exp_of(double x) { return exp(x); }
 __device__ inline float log_of(float x) { return logf(x); }
 __device__ inline double log_of(double x) { return log(x); }
 
-// Scope: one whole warp. Row i of head h of batch b: writes O (Dv) and, if asked for, its LSE.
+// Scope: one whole warp. Row i of head h of batch (packed: sequence) b: writes O (Dv) and, if asked for, its LSE.
 template <class C>
 __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
   using Element = typename C::Element;
@@ -41,12 +41,15 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
   constexpr int kPerLaneV = (C::kHeadDimV + 31) / 32;  // the same of v and o
   const int lane = threadIdx.x % 32;
   const int group = p.num_heads_q / p.num_heads_kv;
-  const Sequence s = sequence_of<C>(p, b);
+  const SequenceOf<C> s = sequence_of<C>(p, b);
   const ScoreContext<C> context = score_context<C>(p, b, h);
 
-  const Element* gQ = static_cast<const Element*>(p.q) + b * p.q_stride_batch + i * p.q_stride_seq + h * p.q_stride_head;
-  const Element* gK = static_cast<const Element*>(p.k) + b * p.k_stride_batch + h / group * p.k_stride_head;
-  const Element* gV = static_cast<const Element*>(p.v) + b * p.v_stride_batch + h / group * p.v_stride_head;
+  const long long row = rows_before<C>(s) + i, first_key = keys_before<C>(s);
+  const Element* gQ = static_cast<const Element*>(p.q) + b * p.q_stride_batch + row * p.q_stride_seq + h * p.q_stride_head;
+  const Element* gK =
+      static_cast<const Element*>(p.k) + b * p.k_stride_batch + h / group * p.k_stride_head + first_key * p.k_stride_seq;
+  const Element* gV =
+      static_cast<const Element*>(p.v) + b * p.v_stride_batch + h / group * p.v_stride_head + first_key * p.v_stride_seq;
 
   Acc rQ[kPerLane];
   for (int n = 0; n < kPerLane; ++n) rQ[n] = lane + 32 * n < p.head_dim ? widen(gQ[lane + 32 * n]) : Acc(0);
@@ -96,14 +99,14 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
   }
 
   using Out = typename C::Out;
-  Out* gO = static_cast<Out*>(p.out) + b * p.out_stride_batch + i * p.out_stride_seq + h * p.out_stride_head;
+  Out* gO = static_cast<Out*>(p.out) + b * p.out_stride_batch + row * p.out_stride_seq + h * p.out_stride_head;
   const Acc scale = !used ? Acc(0) : row_sum == Acc(0) ? Acc(1) : Acc(1) / row_sum;
   for (int m = 0; m < kPerLaneV; ++m) {
     if (lane + 32 * m < p.head_dim_v) narrow(used ? rO[m] * scale : Acc(0), gO[lane + 32 * m]);
   }
   if constexpr (C::kWriteLse) {
     const Acc lse = used ? row_max + log_of(row_sum) : -infinity(Acc());
-    if (lane == 0) static_cast<Acc*>(p.lse)[(static_cast<long long>(b) * p.num_heads_q + h) * p.seqlen_q + i] = lse;
+    if (lane == 0) static_cast<Acc*>(p.lse)[first_in_vector<C>(p, s, b, h) + i] = lse;
   }
 }
 

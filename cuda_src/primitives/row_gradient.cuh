@@ -16,7 +16,7 @@ struct Head {
   static constexpr int kPerLane = (C::kHeadDim + 31) / 32;    // elements of q and k that a lane holds: d = lane + 32 n
   static constexpr int kPerLaneV = (C::kHeadDimV + 31) / 32;  // the same of v and dO
   const BackwardParams& p;
-  Sequence s;
+  SequenceOf<C> s;
   ScoreContext<C> context;
   const Element* gQ;           // (Sq, D)
   const Element* gK;           // (Sk, D)
@@ -30,11 +30,12 @@ struct Head {
     const int h_kv = h / (f.num_heads_q / f.num_heads_kv);
     s = sequence_of<C>(f, b);
     context = score_context<C>(f, b, h);
-    gQ = static_cast<const Element*>(f.q) + b * f.q_stride_batch + h * f.q_stride_head;
-    gK = static_cast<const Element*>(f.k) + b * f.k_stride_batch + h_kv * f.k_stride_head;
-    gV = static_cast<const Element*>(f.v) + b * f.v_stride_batch + h_kv * f.v_stride_head;
-    gdO = static_cast<const typename C::Out*>(p.dout) + b * p.dout_stride_batch + h * p.dout_stride_head;
-    const long long row = (static_cast<long long>(b) * f.num_heads_q + h) * f.seqlen_q;
+    const long long first_row = rows_before<C>(s), first_key = keys_before<C>(s);
+    gQ = static_cast<const Element*>(f.q) + b * f.q_stride_batch + h * f.q_stride_head + first_row * f.q_stride_seq;
+    gK = static_cast<const Element*>(f.k) + b * f.k_stride_batch + h_kv * f.k_stride_head + first_key * f.k_stride_seq;
+    gV = static_cast<const Element*>(f.v) + b * f.v_stride_batch + h_kv * f.v_stride_head + first_key * f.v_stride_seq;
+    gdO = static_cast<const typename C::Out*>(p.dout) + b * p.dout_stride_batch + h * p.dout_stride_head + first_row * p.dout_stride_seq;
+    const long long row = first_in_vector<C>(f, s, b, h);
     gLse = static_cast<const Acc*>(p.row_lse) + row;
     gDelta = static_cast<const Acc*>(p.row_delta) + row;
   }
@@ -94,7 +95,7 @@ __device__ inline void store(T* g, int width, const Acc (&r)[kCount]) {
   }
 }
 
-// dQ of row i, and its part of the gradient of the slope.
+// dQ of row i of batch (packed: sequence) b, and its part of the gradient of the slope.
 template <class C>
 __device__ void row_gradient(const BackwardParams& p, int b, int h, int i) {
   using H = Head<C>;
@@ -118,10 +119,13 @@ __device__ void row_gradient(const BackwardParams& p, int b, int h, int i) {
     }
   }
   using Element = typename C::Element;
-  if (p.dq) store(static_cast<Element*>(p.dq) + b * p.dq_stride_batch + i * p.dq_stride_seq + h * p.dq_stride_head, f.head_dim, rdQ);
+  if (p.dq) {
+    const long long row = rows_before<C>(head.s) + i;
+    store(static_cast<Element*>(p.dq) + b * p.dq_stride_batch + row * p.dq_stride_seq + h * p.dq_stride_head, f.head_dim, rdQ);
+  }
   if constexpr (C::kAlibi) {
     if (p.dalibi_slopes && threadIdx.x % 32 == 0) {
-      static_cast<Acc*>(p.row_slope)[(static_cast<long long>(b) * f.num_heads_q + h) * f.seqlen_q + i] = slope;
+      static_cast<Acc*>(p.row_slope)[first_in_vector<C>(f, head.s, b, h) + i] = slope;
     }
   }
 }
@@ -151,8 +155,9 @@ __device__ void key_gradient(const BackwardParams& p, int b, int h_kv, int j) {
     }
   }
   using Element = typename C::Element;
-  if (p.dk) store(static_cast<Element*>(p.dk) + b * p.dk_stride_batch + j * p.dk_stride_seq + h_kv * p.dk_stride_head, f.head_dim, rdK);
-  if (p.dv) store(static_cast<Element*>(p.dv) + b * p.dv_stride_batch + j * p.dv_stride_seq + h_kv * p.dv_stride_head, f.head_dim_v, rdV);
+  const long long key = keys_before<C>(sequence_of<C>(f, b)) + j;
+  if (p.dk) store(static_cast<Element*>(p.dk) + b * p.dk_stride_batch + key * p.dk_stride_seq + h_kv * p.dk_stride_head, f.head_dim, rdK);
+  if (p.dv) store(static_cast<Element*>(p.dv) + b * p.dv_stride_batch + key * p.dv_stride_seq + h_kv * p.dv_stride_head, f.head_dim_v, rdV);
 }
 
 // Whether key j has a gradient that is NaN or infinite by definition: then none has to be computed to know it. Scope: one whole warp.

@@ -19,6 +19,7 @@ struct ScoreContext {
 template <class C>
 __device__ inline ScoreContext<C> score_context(const ForwardParams& p, int b, int h) {
   ScoreContext<C> context{};
+  if constexpr (C::kPacked) b = clamp(b, 0, p.batch - 1);  // what lies between sequences has no score
   if constexpr (C::kAlibi) context.slope = p.alibi_slopes[b * p.alibi_stride_batch + h * p.alibi_stride_head];
   if constexpr (C::kBias) {
     context.bias = static_cast<const typename C::Bias*>(p.bias) + b * p.bias_stride_batch + h * p.bias_stride_head;

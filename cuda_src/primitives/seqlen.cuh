@@ -1,4 +1,4 @@
-// seqlen.cuh: the lengths of one batch entry, and which keys a query row may see.
+// seqlen.cuh: the lengths of one sequence, where its rows begin in packed arrays, and which keys a query row may see.
 //
 // The diagonal of causal, windows and ALiBi is j = i + offset, with offset = used_k - used_q, or 0 for the top-left corner.
 #pragma once
@@ -11,16 +11,83 @@ namespace cupyflash {
 struct Sequence {
   int used_q, used_k, offset;
 };
-
+struct PackedSequence : Sequence {
+  int first_q, first_k, len_q, len_k;  // where it begins in Q and K, and how many rows and keys it has
+};
 template <class C>
-__device__ inline Sequence sequence_of(const ForwardParams& p, int b) {
-  Sequence s{p.seqlen_q, p.seqlen_k, 0};
-  if constexpr (C::kUsed) {
-    if (p.seqused_q) s.used_q = clamp(p.seqused_q[b * p.seqused_q_stride], 0, p.seqlen_q);
-    if (p.seqused_k) s.used_k = clamp(p.seqused_k[b * p.seqused_k_stride], 0, p.seqlen_k);
+using SequenceOf = typename Choice<C::kPacked, PackedSequence, Sequence>::Type;
+
+// Packed, numbers -1 and B are what lies before the first sequence and behind the last: rows and keys that nobody uses, and whose results
+// are zeros.
+template <class C>
+__device__ inline SequenceOf<C> sequence_of(const ForwardParams& p, int b) {
+  SequenceOf<C> s;
+  if constexpr (C::kPacked) {
+    auto begin = [&](const int* offsets, long long stride, int n, int total) {
+      return n < 0 ? 0 : n > p.batch ? total : clamp(offsets[n * stride], 0, total);
+    };
+    s.first_q = begin(p.cu_seqlens_q, p.cu_seqlens_q_stride, b, p.seqlen_q);
+    s.first_k = begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b, p.seqlen_k);
+    s.len_q = max(begin(p.cu_seqlens_q, p.cu_seqlens_q_stride, b + 1, p.seqlen_q) - s.first_q, 0);
+    s.len_k = max(begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b + 1, p.seqlen_k) - s.first_k, 0);
+    const bool is_sequence = b >= 0 && b < p.batch;
+    s.used_q = is_sequence ? s.len_q : 0;
+    s.used_k = is_sequence ? s.len_k : 0;
+    if (C::kUsed && is_sequence) {
+      if (p.seqused_q) s.used_q = clamp(p.seqused_q[b * p.seqused_q_stride], 0, s.len_q);
+      if (p.seqused_k) s.used_k = clamp(p.seqused_k[b * p.seqused_k_stride], 0, s.len_k);
+    }
+  } else {
+    s.used_q = p.seqlen_q;
+    s.used_k = p.seqlen_k;
+    if constexpr (C::kUsed) {
+      if (p.seqused_q) s.used_q = clamp(p.seqused_q[b * p.seqused_q_stride], 0, p.seqlen_q);
+      if (p.seqused_k) s.used_k = clamp(p.seqused_k[b * p.seqused_k_stride], 0, p.seqlen_k);
+    }
   }
   s.offset = p.top_left ? 0 : s.used_k - s.used_q;
   return s;
+}
+
+// How many rows and keys a sequence has, used or not, and before which row or key of the array its first one lies.
+template <class C>
+__device__ inline int rows_of(const ForwardParams& p, const SequenceOf<C>& s) {
+  if constexpr (C::kPacked) return s.len_q;
+  return p.seqlen_q;
+}
+template <class C>
+__device__ inline int keys_of(const ForwardParams& p, const SequenceOf<C>& s) {
+  if constexpr (C::kPacked) return s.len_k;
+  return p.seqlen_k;
+}
+template <class C>
+__device__ inline long long rows_before(const SequenceOf<C>& s) {
+  if constexpr (C::kPacked) return s.first_q;
+  return 0;
+}
+template <class C>
+__device__ inline long long keys_before(const SequenceOf<C>& s) {
+  if constexpr (C::kPacked) return s.first_k;
+  return 0;
+}
+// Where the sequence's first row is in compact arrays of one number a row: (B, Hq, Sq), packed (Hq, Tq).
+template <class C>
+__device__ inline long long first_in_vector(const ForwardParams& p, const SequenceOf<C>& s, int b, int h) {
+  return ((C::kPacked ? 0ll : static_cast<long long>(b)) * p.num_heads_q + h) * p.seqlen_q + rows_before<C>(s);
+}
+
+// The sequence that a row or key of a packed array belongs to, from -1 to B: the last that begins there or before.
+__device__ inline int sequence_at(const int* offsets, long long stride, int batch, int row) {
+  int low = -1, high = batch;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (offsets[middle * stride] <= row) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
 }
 
 // The keys [first, last) that some row of [row, row_end) may see by causal, window and length.

@@ -136,8 +136,9 @@ __device__ inline void watch(Pair<float> pair, unsigned& seen) { seen |= __float
 template <class C>
 __device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int i, int column, Pair<typename C::Out> pair) {
   using Out = typename C::Out;
-  if (i >= p.seqlen_q) return;
-  Out* target = static_cast<Out*>(p.out) + w.b * p.out_stride_batch + w.h * p.out_stride_head + i * p.out_stride_seq + column;
+  if (i >= rows_of<C>(p, w.s)) return;
+  Out* target =
+      static_cast<Out*>(p.out) + w.b * p.out_stride_batch + w.h * p.out_stride_head + (rows_before<C>(w.s) + i) * p.out_stride_seq + column;
   store_pair<C::kUnaligned>(target, column, p.head_dim_v, pair);
 }
 
@@ -184,9 +185,7 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, floa
       next_rows(2 * m + r);
       if constexpr (C::kWriteLse) {
         const float lse = live ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
-        if (lane % 4 == 0 && i < p.seqlen_q) {
-          static_cast<float*>(p.lse)[(static_cast<long long>(w.b) * p.num_heads_q + w.h) * p.seqlen_q + i] = lse;
-        }
+        if (lane % 4 == 0 && i < rows_of<C>(p, w.s)) static_cast<float*>(p.lse)[first_in_vector<C>(p, w.s, w.b, w.h) + i] = lse;
       }
       const bool finite = (not_finite & 0x7fff7fff) == 0;  // without the signs of zeros
       const bool in_range = finite && sum > 0.0f && sum < infinity(0.0f) && fabsf(state.reference[m][r]) <= kLargestReference;

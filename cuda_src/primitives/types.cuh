@@ -51,6 +51,15 @@ struct Constant {
   static constexpr bool value = kValue;
 };
 
+template <bool kFirst, class A, class B>
+struct Choice {
+  using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+  using Type = B;
+};
+
 template <class A, class B>
 constexpr bool kSame = false;
 template <class A>

@@ -51,30 +51,74 @@ __device__ inline KeyBlocks key_blocks(const ForwardParams& p, Sequence s, int r
 template <class C>
 struct Work {
   int b, h, row;  // row: the first of the block
-  Sequence s;
+  SequenceOf<C> s;
   ScoreContext<C> context;
   KeyBlocks keys;
 
   Work() = default;
   // `head` counts through all batches.
-  __device__ Work(const ForwardParams& p, int head, int row_block) : row(row_block * C::kBlockM) {
-    b = head / p.num_heads_q;
-    h = head % p.num_heads_q;
-    s = sequence_of<C>(p, b);
+  __device__ Work(const ForwardParams& p, int head, int row_block) : Work(p, head / p.num_heads_q, head % p.num_heads_q, row_block) {}
+  __device__ Work(const ForwardParams& p, int b, int h, int row_block) : Work(p, b, h, row_block, sequence_of<C>(p, b)) {}
+  __device__ Work(const ForwardParams& p, int b, int h, int row_block, const SequenceOf<C>& s)
+      : b(b), h(h), row(row_block * C::kBlockM), s(s) {
     context = score_context<C>(p, b, h);
     keys = key_blocks<C>(p, s, row, C::kBlockM);
   }
 };
 
-// Rows that the sums of dQ have of a head.
-__device__ inline int sum_rows(const ForwardParams& p) { return (p.seqlen_q + 63) / 64 * 64; }
+// The tiles of all sequences of a packed call, longest first, as packed_tiles.cu leaves them: which block of which sequence, for all heads,
+// and what is known of the sequence.
+struct alignas(16) ListedTile {
+  int b, block;
+  int used_q, used_k, first_q, first_k, len_q, len_k;
 
-// Which `rows` rows of one head a block takes whose warps share nothing. Heads pass by first, then rows: where the rows of a head are 128
+  __device__ PackedSequence sequence(const ForwardParams& p) const {
+    return {{used_q, used_k, p.top_left ? 0 : used_k - used_q}, first_q, first_k, len_q, len_k};
+  }
+};
+struct alignas(16) TileList {
+  int count;
+  int taken;  // beyond a block's first, by blocks that ask for tile after tile
+  ListedTile tiles[1];
+};
+
+// Whether there is a tile for this block of a kernel whose blocks compute one each: of packed sequences the host knows only how many there
+// are at most.
+template <class C>
+__device__ inline bool has_work(const ForwardParams& p) {
+  if constexpr (C::kPacked) return blockIdx.x / p.num_heads_q < static_cast<const TileList*>(p.row_tiles)->count;
+  return true;
+}
+// The tile of a block of rows.
+template <class C>
+__device__ inline Work<C> row_work(const ForwardParams& p) {
+  if constexpr (C::kPacked) {
+    const ListedTile tile = static_cast<const TileList*>(p.row_tiles)->tiles[blockIdx.x / p.num_heads_q];
+    return Work<C>(p, tile.b, blockIdx.x % p.num_heads_q, tile.block, tile.sequence(p));
+  } else {
+    const int row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
+    return Work<C>(p, blockIdx.x / row_blocks, row_blocks - 1 - blockIdx.x % row_blocks);
+  }
+}
+
+// Rows that the sums of dQ have of a head: blocks of 64 are whole. Those of packed sequences begin at `sum_rows_before`, which leaves each
+// of them enough.
+template <class C>
+__device__ inline int sum_rows(const ForwardParams& p) {
+  return (p.seqlen_q + (C::kPacked ? 64 * (p.batch + 2) : 63)) / 64 * 64;
+}
+template <class C>
+__device__ inline int sum_rows_before(const SequenceOf<C>& s, int b) {
+  if constexpr (C::kPacked) return (s.first_q + 64 * (b + 1)) / 64 * 64;
+  return 0;
+}
+
+// Which `rows` rows of the `length` of one head a block takes whose warps share nothing. Heads pass by first, then rows: where the rows of a head are 128
 // bytes in 4096, as in (B, S, H, D), the blocks that run at the same time read and write whole rows of all heads.
 struct HeadRows {
   int b, h, row;  // row: the first of the block
-  __device__ HeadRows(const ForwardParams& p, int rows) {
-    const unsigned heads = p.num_heads_q, row_blocks = (p.seqlen_q + rows - 1) / rows;
+  __device__ HeadRows(const ForwardParams& p, int rows, int length) {
+    const unsigned heads = p.num_heads_q, row_blocks = (length + rows - 1) / rows;
     const unsigned block = blockIdx.x / heads;
     h = blockIdx.x % heads;
     b = block / row_blocks;

@@ -32,6 +32,9 @@ SPILLS = {
     (256, "m64n64s2", False): 8,
     (128, "m64n128s2", False): 44,
 }
+# Of packed sequences more has to be known. On Hopper it is the copying thread that spills, which has 24 or 32 registers, and a key that is
+# computed again; in the loops of the products there are none, but of bwd_sm90_wide and the 128 x 128 tile that has K and V twice five loads.
+SPILLS_OF_PACKED = {"fwd_sm80": 140, "fwd_sm90": 56, "bwd_sm80": 8, "bwd_sm80_dq": 8, "bwd_sm90": 76, "bwd_sm90_wide": 76}
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,
     (128, "m64n128s2w8g242b1", False): 40,
@@ -53,16 +56,19 @@ class Compiled(NamedTuple):
 
 
 def cases(row: Row) -> Iterator[Case]:
-    """Without a flag, under a causal mask, and with all that the row serves."""
+    """Without a flag, under a causal mask, and with all that the row serves; packed sequences for one dtype and architecture."""
     masks = [("causal",) if row.causal else ()]
     flags = (*ALL, "unaligned") if isinstance(row.config, FwdConfig | BwdConfig) else ALL
     if not row.options:
         windows = "local" in PLAIN[row.family] and row.causal is not False  # never with a causal mask
-        flags = tuple(sorted(PLAIN[row.family] - {"sink", "causal" if windows or row.causal is False else "", "" if windows else "local"}))
+        left_out = {"packed", "sink", "causal" if windows or row.causal is False else "", "" if windows else "local"}
+        flags = tuple(sorted(PLAIN[row.family] - left_out))
         masks += [("causal",)] if windows and row.causal is None else []
+    packed = [tuple(sorted({*chosen, "packed"} - {"bias", "mask"})) for chosen in (masks[0], flags)]
     for dtype in row.dtypes:
         for arch in archs(row, dtype):
-            for chosen in (*masks, flags):
+            alone = dtype in ("bfloat16", "float32") and arch == (row.arch or ("80" if row.capability == 80 else "90a"))
+            for chosen in (*masks, flags, *(packed if alone else ())):
                 variant = Variant(row.family, dtype, *row.head_dims, chosen, row.config)
                 if serves(row, variant, arch):
                     yield from (Case(form, arch) for form in forms(variant, row, arch))
@@ -112,12 +118,13 @@ def forms(variant: Variant, row: Row, arch: str) -> Iterator[Variant]:
 def around() -> Iterator[Case]:
     """What runs before and after the kernels of the backward's rows: with and without options, of each width, for one architecture."""
     options = {"alibi": True, "bias": "float32", "sink": "float32", "seqused_k": True, "aligned16": False}
+    packed = {"alibi": True, "sink": "float32", "packed": True}
     for dtype in BACKWARD[-1].dtypes:
-        for given, wrt in (({}, ("q", "k")), (options, ("q", "alibi_slopes", "sink"))):
+        for given, wrt in (({}, ("q", "k")), (options, ("q", "alibi_slopes", "sink")), (packed, ("q", "k", "alibi_slopes", "sink"))):
             for d in sorted({row.head_dim for row in BACKWARD}):
-                p = AttentionProblem(dtype, dtype, 1, 8, 8, 1, 1, d, d, 0.125, **given)  # type: ignore[arg-type]
+                p = AttentionProblem(dtype, dtype, 1, 999, 999, 1, 1, d, d, 0.125, **given)  # type: ignore[arg-type]
                 for step in plan.backward(BackwardProblem(p, wrt), KNOWN["90a"]).steps:
-                    if step.variant.family in ("bwd_delta", "bwd_convert", "bwd_sum"):
+                    if step.variant.family in ("bwd_delta", "bwd_convert", "bwd_sum", "packed_tiles"):
                         yield Case(step.variant, "90a")
 
 
@@ -155,6 +162,8 @@ def test_compiles_without_spills(
     takes = f"{found.registers}" + (f"+{found.spilled_bytes}" if found.spilled_bytes else "")
     record_property("compiled", (case.variant.name, case.variant.smem_bytes, case.arch, takes))
     allowed = (SPILLS_ON_BLACKWELL if case.arch in ("100", "120") and row in BACKWARD else SPILLS).get(key_of(row), 0)
+    if "packed" in case.variant.flags:
+        allowed = max(allowed, SPILLS_OF_PACKED.get(case.variant.family, 0))
     assert found.spilled_bytes <= allowed
     assert found.stack_bytes <= allowed
     assert not re.search(r"warning|\(C75\d\d\)", found.log), found.log

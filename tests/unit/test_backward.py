@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import tracemalloc
 from typing import Any
 
@@ -232,22 +233,35 @@ def test_a_view_has_the_gradients_of_its_copy(sizes: Any, orders: Any, steps: An
         np.testing.assert_allclose(grad, same, rtol={"float16": 2e-3, "float32": 1e-4, "float64": 1e-12}[dtype], atol=1e-5)
 
 
-def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The argument of the kernels holds each array and workspace under its name; arrays in host memory stand in for those on a GPU."""
-    launched: list[Any] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What calls give the launcher; arrays in host memory stand in for those on a GPU. Every other call is captured."""
+    calls: list[Any] = []
     monkeypatch.setattr(backward, "HOST", None)
     monkeypatch.setattr(backward, "query", lambda device_id: KNOWN["90a"])
     monkeypatch.setattr(backward.launch, "check_process", lambda: None)
     monkeypatch.setattr(backward.arrays, "stream_reader", lambda like: lambda: 7)
-    capturing = iter((False, True))
+    capturing = itertools.cycle((False, True))
     monkeypatch.setattr(backward.arrays, "is_capturing", lambda like: next(capturing))
-    monkeypatch.setattr(backward, "_captured", [])
+    monkeypatch.setattr(backward.arrays, "_captured", [])
 
     def launcher(*given: Any) -> Any:
-        return lambda *addresses: launched.append((*given, *addresses))
+        return lambda *addresses: calls.append((*given, *addresses))
 
     monkeypatch.setattr(backward.launch, "launcher", launcher)
     monkeypatch.setattr(backward, "_prepare", backward._prepare.__wrapped__)
+    return calls
+
+
+def argument(packing: Any, addresses: Any, more: Any) -> dict[str, Any]:
+    """The argument of the kernels, by the names of its fields."""
+    names = [name for name, _ in params.BACKWARD_FIELDS]
+    content = packing.content.pack(b"\0" * len(packing.maps), *addresses, more.join(packing.numbers), 0, 0)
+    return dict(zip(names, params.BACKWARD.unpack(content[len(packing.maps) : -16]), strict=True))
+
+
+def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, launched: list[Any]) -> None:
+    """The argument of the kernels holds each array and workspace under its name."""
     dout, q, k, v, out, lse = arrays(rng, sq=6, sk=9)
     bias, slopes, dk = rng.standard_normal((6, 9)).astype(F32), np.ones((2, 4), F32), np.empty((2, 2, 9, 8), F32).swapaxes(1, 2)
     options: dict[str, Any] = {"bias": bias, "alibi_slopes": slopes, "causal": True, "wrt": ("q", "k", "bias", "alibi_slopes"), "dk": dk}
@@ -256,9 +270,7 @@ def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, monkeypatch: py
     ((schedule, packing, spec, _, stream, addresses, more),) = launched
     assert [step.variant.family for step in schedule.steps] == ["bwd_delta", "bwd_simple", "bwd_sum"]
     assert (spec, stream()) == (KNOWN["90a"], 7)
-    names = [name for name, _ in params.BACKWARD_FIELDS]
-    content = packing.content.pack(b"", *addresses, more.join(packing.numbers), 0, 0)[:-16]
-    packed = dict(zip(names, params.BACKWARD.unpack(content), strict=True))
+    packed = argument(packing, addresses, more)
     known = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": grads.dq, "dk": dk, "dbias": grads.dbias, "bias": bias}
     assert {name: packed[name] for name in known} == {name: x.ctypes.data for name, x in known.items()}
     assert packed["dalibi_slopes"] == grads.dalibi_slopes.ctypes.data
@@ -267,9 +279,34 @@ def test_what_a_call_on_a_gpu_launches(rng: np.random.Generator, monkeypatch: py
     assert [packed[f"dk_stride_{axis}"] for axis in ("batch", "seq", "head")] == [144, 8, 72]
     assert [packed[name] for name in ("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch")] == [1, 1, 6, 9, 2]
     assert (packed["window_right"], packed["seqlen_q"], packed["seqlen_k"]) == (0, 6, 9)
-    assert backward._captured == []
+    assert backward.arrays._captured == []
     cupyflash.attention_backward(dout, q, k, v, out, lse, **options)  # captured: a replay writes to its workspaces again
-    assert [workspaces.keys() for workspaces in backward._captured] == [{"row_lse", "row_delta", "row_slope"}]
+    assert [workspaces.keys() for workspaces in backward.arrays._captured] == [{"row_lse", "row_delta", "row_slope"}]
+
+
+def test_what_a_packed_call_on_a_gpu_launches(rng: np.random.Generator, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "query", lambda device_id: KNOWN["80"])  # whose kernels have no tensor maps, for which a driver is needed
+    dout, q, k, v, out = rng.standard_normal((5, 300, 4, 64)).astype(np.float16)
+    lse, cu_q, cu_k = np.zeros((4, 300), F32), np.array([0, 100, 299], np.int32), np.array([3, 200, 300], np.int32)
+    for deterministic, offsets in ((False, (cu_q, cu_k)), (True, (cu_q, None))):
+        more = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+        grads = cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=deterministic, **more)
+        schedule, packing, *_, addresses, pointers = launched[-1]
+        packed = argument(packing, addresses, pointers)
+        known = {"q": q, "out": out, "lse": lse, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_q if deterministic else cu_k, "dv": grads.dv}
+        assert {name: packed[name] for name in known} == {name: x.ctypes.data for name, x in known.items()}
+        assert [packed[name] for name in ("batch", "seqlen_q", "q_stride_batch", "lse_stride_batch", "lse_stride_head")] == [
+            2,
+            300,
+            0,
+            0,
+            300,
+        ]
+        workspaces = {name for name, _ in schedule.workspaces}
+        assert "key_tiles" in workspaces
+        for name in ("row_tiles", "key_tiles", "row_lse", "dq_sum"):
+            assert bool(packed[name]) == (name in workspaces)
+    assert [workspaces.keys() for workspaces in backward.arrays._captured] == [workspaces]
 
 
 # --- how it runs -----------------------------------------------------------------------------------------------------------------------

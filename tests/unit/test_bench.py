@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -15,17 +16,19 @@ from click.testing import CliRunner, Result
 
 import cupyflash
 from bench import check, cli, cublas, gpu, kernels, machine, nvml, peers, report, timing
-from bench.cases import Case, available_dtypes, check_suite
+from bench.cases import SEED, Case, available_dtypes, check_suite, drawn_lengths, packed
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
 DECODE = replace(SMALL, batch=2, seqlen_q=1, num_heads_kv=1, causal=False)
 BACKWARD = replace(SMALL, backward=True)
+PACKED = replace(SMALL, num_heads_q=4, **packed((5, 1, 70, 24)))  # neither the first nor the last is the longest
 
 RESULT_FIELDS = {
     *("mode", "head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k", "causal", "window_size"),
     *("softcap", "dtype", "peer", "ms", "spread", "host_us", "ratio_to_best", "timer", "cold", "rounds", "clock_mhz", "error"),
     *("kernel", "note"),
 }
+PACKED_FIELDS = {"tokens", "longest", "seed", "lengths"}
 
 
 WHY_NOT = gpu.why_not
@@ -111,6 +114,59 @@ def test_inputs_are_the_same_each_time():
     back = replace(case, backward=True).inputs()
     assert (first.dout is None, back.dout.shape) == (True, (1, 48, 2, 16))
     assert np.array_equal(first.q, back.q)
+
+
+@pytest.mark.parametrize(("tokens", "longest"), [(32768, 8192), (1 << 20, 4096), (5000, 777), (100, 100), (101, 100), (64, 3), (9, 1)])
+def test_lengths_are_drawn_as_promised(tokens, longest):
+    lengths = drawn_lengths(tokens, longest)
+    assert (sum(lengths), max(lengths), min(lengths) >= 1) == (tokens, longest, True)
+    assert lengths == drawn_lengths.__wrapped__(tokens, longest)
+
+
+def test_drawn_lengths_are_log_normal():
+    logs = np.log(drawn_lengths(1 << 24, 8192))
+    assert np.median(logs) == pytest.approx(np.log(512), abs=0.03)
+    assert np.subtract(*np.quantile(logs, (0.84134, 0.15866))) / 2 == pytest.approx(1, abs=0.03)
+    assert drawn_lengths(32768, 8192).index(8192) not in (0, len(drawn_lengths(32768, 8192)) - 1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (20, 3)), (True, (5, None))])
+def test_packed_sequences_cost_what_each_costs_alone(causal, window, backward):
+    case = replace(PACKED, causal=causal, window_size=window, backward=backward, head_dim_v=24)
+    alone = [replace(case, batch=1, seqlen_q=n, seqlen_k=n, lengths=()) for n in case.lengths]
+    assert [case.alone(b) for b in range(case.batch)] == alone
+    for name in ("visible_pairs", "flops", "num_bytes", "num_scores"):
+        assert getattr(case, name) == sum(getattr(one, name) for one in alone), name
+    assert case.mode == ("bwd" if backward else "fwd")
+    dense = replace(case, batch=3, seqlen_q=70, seqlen_k=70, lengths=())
+    equal = replace(case, **packed((70,) * 3))
+    for name in ("flops", "num_bytes", "num_scores", "tokens"):
+        assert getattr(equal, name) == getattr(dense, name), name
+    assert (equal.equal, case.equal, dense.equal) == (True, False, True)
+
+
+def test_packed_inputs_are_those_of_attention_varlen():
+    case = replace(PACKED, head_dim_v=24, backward=True)
+    q, k, v, options, dout = case.inputs()
+    assert [x.shape for x in (q, k, v, dout)] == [*case.shapes, case.out_shape] == [(100, 4, 16), (100, 2, 16), (100, 2, 24), (100, 4, 24)]
+    assert options["cu_seqlens_q"].tolist() == [0, 5, 6, 76, 100]
+    assert options["cu_seqlens_q"].dtype == np.int32
+    assert {name: options[name] for name in options if name != "cu_seqlens_q"} == {"causal": True, "max_seqlen_q": 70, "max_seqlen_k": 70}
+    assert replace(case, **packed((1, 1))).mode == "bwd"
+    assert replace(PACKED, **packed((1, 1))).mode == "fwd"  # a cache has more keys than queries
+
+
+@pytest.mark.parametrize(
+    ("lengths", "label"),
+    [
+        ((5, 1, 70, 24), "fp32 100 tokens in 4 sequences, longest 70, H 4/2 D 16 causal"),
+        ((4096,) * 8, "fp32 32k tokens in 8 sequences of 4k, H 4/2 D 16 causal"),
+        ((512,), "fp32 512 tokens in 1 sequence of 512, H 4/2 D 16 causal"),
+    ],
+)
+def test_the_label_of_packed_sequences(lengths, label):
+    assert replace(PACKED, **packed(lengths)).label == label
 
 
 # --- timing -------------------------------------------------------------------------------------------------------------------
@@ -246,6 +302,54 @@ def test_wrong_gradients_are_not_timed(monkeypatch):
     assert outcome.timing is None
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_compare_times_packed_sequences(monkeypatch, backward, deterministic):
+    called = []
+    for name in ("attention", "attention_varlen", "attention_backward"):
+        function = getattr(cupyflash, name)
+        monkeypatch.setattr(cupyflash, name, lambda *arrays, f=function, n=name, **o: called.append((n, o)) or f(*arrays, **o))
+    case = replace(PACKED, backward=backward, deterministic=deterministic)
+    everyone = peers.peers_at("host", packed=True)
+    ours, dense, formula = peers.compare(case, everyone, min_s=0.01).outcomes
+    assert ours.verdict.ok, str(ours.verdict)
+    assert ours.timing
+    assert dense.why_not == "these sequences have many lengths; --varlen --seqlen packs equal ones"
+    assert "with a batch axis" in formula.why_not
+    assert {name for name, _ in called} == {"attention_varlen", *(["attention_backward"] if backward else [])}
+    for name, options in called:
+        assert options["cu_seqlens_q"].tolist() == [0, 5, 6, 76, 100]
+        assert options["max_seqlen_q"] == options["max_seqlen_k"] == 70
+        assert options.get("deterministic") == (deterministic if name == "attention_backward" else None)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", [PACKED, replace(PACKED, backward=True, head_dim_v=24, window_size=(9, 0))])
+def test_equal_lengths_are_timed_beside_the_dense_call(monkeypatch, case):
+    """On the same memory, of which it takes views."""
+    case = replace(case, **packed((23,) * 3))
+    inputs, seen = case.inputs(), []
+    monkeypatch.setattr(case.__class__, "inputs", lambda self, seed=0: inputs)
+    attention = cupyflash.attention
+    monkeypatch.setattr(cupyflash, "attention", lambda *arrays, **o: seen.extend(arrays) or attention(*arrays, **o))
+    ours, dense = peers.compare(case, [peers.CupyFlash(), peers.CupyFlashDense()], min_s=0.01).outcomes
+    for outcome in (ours, dense):
+        assert outcome.verdict.ok, (outcome.peer, str(outcome.verdict))
+        assert outcome.timing
+    assert dense.ratio_to_best == pytest.approx(ours.timing.ms / dense.timing.ms)
+    assert [x.shape for x in seen[:3]] == [(3, 23, 4, 16), (3, 23, 2, 16), (3, 23, 2, case.head_dim_v)]
+    assert all(np.shares_memory(x, packed_x) for x, packed_x in zip(seen[:3], inputs[:3], strict=True))
+    assert peers.CupyFlashDense().why_not(replace(case, lengths=()), timing.HOST) == "it is for packed sequences (--varlen)"
+
+
+def test_peers_of_packed_sequences_are_not_asked_for_others():
+    names = [{peer.name for peer in peers.peers_at("gpu", packed=packed)} for packed in (False, True)]
+    assert names[1] - names[0] == {"cupyflash-dense", "torch-varlen"}
+    assert names[0] < names[1]
+    assert [peer.name for peer in peers.peers_at("gpu", ["torch-varlen"])] == ["torch-varlen"]
+
+
 class Wrong(peers.Peer):
     name = "wrong"
 
@@ -335,7 +439,8 @@ def test_sdpa_is_given_the_case(torch, case, contiguous):
 
 def as_tensors(torch, inputs: peers.Inputs) -> peers.Inputs:
     names = [name for name in ("q", "k", "v", "dout") if getattr(inputs, name) is not None]
-    return inputs._replace(**{name: torch.from_numpy(getattr(inputs, name)) for name in names})
+    options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
+    return inputs._replace(options=options, **{name: torch.from_numpy(getattr(inputs, name)) for name in names})
 
 
 @pytest.fixture
@@ -370,6 +475,7 @@ def test_sdpa_says_what_it_would_compute_otherwise():
     assert "deterministic" in peer.why_not(replace(BACKWARD, deterministic=True), timing.HOST)
     assert "top left" in peer.why_not(replace(SMALL, seqlen_k=77), timing.HOST)
     assert "window" in peer.why_not(replace(SMALL, window_size=(3, 0)), timing.HOST)
+    assert "nested tensors" in peer.why_not(PACKED, timing.HOST)
 
 
 @pytest.mark.usefixtures("torch")
@@ -417,6 +523,128 @@ def test_flash_attention_is_differentiated(torch, of_tensors, flash_attention, d
     assert outcome.verdict.ok, str(outcome.verdict)
     assert outcome.timing
     assert flash_attention.given.get("deterministic", False) is deterministic
+
+
+FA3 = "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, softmax_scale=None, causal=False, {}"
+FA4 = "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False, {}"
+FLASH = {
+    "fa3": FA3.format("window_size=(-1, -1), softcap=0.0, deterministic=False"),
+    "fa4": FA4.format("window_size=(None, None), softcap=0.0, deterministic=False"),
+    # FA4 as it was at first.
+    "fa4 of 2025": FA4.replace("max_seqlen_q=None, max_seqlen_k=None, ", "").format("window_size=(None, None), softcap=0.0"),
+}
+
+
+def with_signature(arguments: str, function):
+    """A function of these arguments that calls another with all of them by name."""
+    return eval(f"lambda {arguments}: function(locals())", {"function": function})
+
+
+def by_sequence(torch, given: dict, offsets, causal: bool):
+    """Packed attention by torch on the CPU."""
+    q, k, v = (given.get(name, given.get(name[0])) for name in ("query", "key", "value"))
+    outs = []
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        heads = (x[None, begin:end].transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True)
+        outs.append(out.transpose(1, 2)[0])
+    return torch.cat(outs)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("version", FLASH)
+def test_flash_attention_takes_packed_sequences(torch, of_tensors, monkeypatch, version, backward, causal):
+    given = {}
+
+    def varlen(arguments):
+        given.update(arguments)
+        assert arguments["cu_seqlens_k"] is arguments["cu_seqlens_q"]
+        return by_sequence(torch, arguments, arguments["cu_seqlens_q"], arguments["causal"]), "lse"
+
+    module = SimpleNamespace(flash_attn_varlen_func=with_signature(FLASH[version], varlen), __spec__="found")
+    monkeypatch.setitem(sys.modules, "flash_attn_fake", module)
+    peer = peers.FlashAttention(version[:3], "flash_attn_fake", "none", {"fa3": -1}.get(version))
+    case = replace(PACKED, causal=causal, backward=backward)
+    (outcome,) = peers.compare(case, [peer], of_tensors(torch), min_s=0.01).outcomes
+    assert outcome.why_not is None
+    assert outcome.verdict.ok, str(outcome.verdict)
+    assert outcome.timing
+    assert given["window_size"] == ((-1, -1) if version == "fa3" else (None, None))
+    assert given["cu_seqlens_q"].dtype == torch.int32
+    longest = None if version == "fa4 of 2025" else 70
+    assert given.get("max_seqlen_q") == given.get("max_seqlen_k") == longest
+
+
+TORCH = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, "
+TORCH_VARLEN = {
+    "2.10": TORCH + "is_causal=False, return_aux=None",
+    "2.11": TORCH + "*, return_aux=None, scale=None, window_size=(-1, -1)",
+    "2.12": TORCH + "*, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False, seqused_k=None",
+}
+ATEN = TORCH + "dropout_p, is_causal, return_debug_mask, *, scale=None, window_size_left=None, window_size_right=None"
+
+
+@pytest.fixture
+def torch_varlen(torch, monkeypatch):
+    """torch's function for packed sequences, of a version or None for one that has none: what it was given."""
+
+    def of(version: str | None) -> dict:
+        given = {}
+
+        def varlen(arguments):
+            given.update(arguments)
+            windows = arguments.get("window_size", (-1, 0 if arguments.get("is_causal") else -1))
+            return by_sequence(torch, arguments, arguments["cu_seq_q"], causal=windows[1] == 0)
+
+        module = version and SimpleNamespace(varlen_attn=with_signature(TORCH_VARLEN[version], varlen))
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", with_signature(ATEN, lambda given: (varlen(given), "lse")))
+        return given
+
+    return of
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("version", [*TORCH_VARLEN, None])
+def test_torch_takes_packed_sequences(torch, of_tensors, torch_varlen, version, backward, causal):
+    given = torch_varlen(version)
+    case = replace(PACKED, causal=causal, backward=backward)
+    (outcome,) = peers.compare(case, [peers.TorchVarlen()], of_tensors(torch), min_s=0.01).outcomes
+    assert outcome.why_not is None
+    assert outcome.verdict.ok, str(outcome.verdict)
+    assert outcome.timing
+    assert (given["max_q"], given["max_k"]) == (70, 70)
+    assert given["cu_seq_k"] is given["cu_seq_q"]
+    assert given.get("enable_gqa") == (True if version == "2.12" else None)
+    assert given.get("dropout_p") == (0.0 if version is None else None)
+
+
+def test_torch_is_given_windows_where_it_has_them(torch, torch_varlen):
+    case = replace(PACKED, window_size=(7, None))
+    inputs = as_tensors(torch, case.inputs())
+    given = torch_varlen("2.11")
+    peers.TorchVarlen().bind(case, inputs)()
+    assert (given["window_size"], given["scale"]) == ((7, 0), None)
+    given = torch_varlen(None)
+    peers.TorchVarlen().bind(replace(case, causal=False, window_size=(None, 5), softmax_scale=0.3), inputs)()
+    assert [given[name] for name in ("window_size_left", "window_size_right", "scale", "is_causal")] == [-1, 5, 0.3, False]
+    torch_varlen("2.10")
+    with pytest.raises(NotImplementedError, match="no window and no scale"):
+        peers.TorchVarlen().bind(case, inputs)
+
+
+@pytest.mark.usefixtures("torch")
+def test_torch_says_which_packed_sequences_it_cannot_take():
+    peer = peers.TorchVarlen()
+    assert peer.missing() is None
+    assert peer.why_not(PACKED, timing.HOST) is None
+    assert "for packed sequences" in peer.why_not(SMALL, timing.HOST)
+    assert "softcap" in peer.why_not(replace(PACKED, softcap=3.0), timing.HOST)
+    assert "deterministic" in peer.why_not(replace(PACKED, backward=True, deterministic=True), timing.HOST)
 
 
 def test_a_build_without_a_backward_says_so(torch, of_tensors, flash_attention):
@@ -480,6 +708,43 @@ def place(monkeypatch):
         return place, cupy
 
     return make
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("case", [replace(PACKED, backward=True), PACKED, SMALL])
+def test_a_gpu_has_packed_inputs_as_any(place, monkeypatch, case, library):
+    """Each set of buffers has its own arrays, of the library that all peers get; where the sequences begin is there once."""
+    there, _ = place(1.0, 0.1)
+    monkeypatch.setattr(there, "_normal", lambda shape, dtype, seed: (shape, dtype, seed))
+    monkeypatch.setattr(there, "put", lambda array: ("cupy", array))
+    there.cache_bytes = 3 * case.num_bytes
+    if library == "torch":
+        there.torch = SimpleNamespace(as_tensor=lambda array, device: ("torch", array))
+    sets = there.inputs(case)
+    assert len(sets) == 3
+    for inputs in sets:
+        shapes = [x[0] for x in (*inputs[:3], inputs.dout) if x]
+        assert shapes == [*case.shapes, *([case.out_shape] if case.backward else [])]
+        expected = case.packing
+        if expected:
+            name, offsets = inputs.options["cu_seqlens_q"]
+            assert (name, offsets.tolist(), offsets.dtype) == (library, [0, 5, 6, 76, 100], np.int32)
+            assert offsets is sets[0].options["cu_seqlens_q"][1]
+            expected = {**expected, "cu_seqlens_q": inputs.options["cu_seqlens_q"]}
+        assert inputs.options == {**case.options, **expected}
+    assert len({x for inputs in sets for x in inputs[:3]}) == 9
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 3, 4), (9, 3, 4)])
+def test_rows_are_kept_in_both_memories(place, shape):
+    there, cupy = place(1.0, 0.1)
+    cupy.ndarray = np.ndarray
+    x = np.random.default_rng(0).standard_normal(shape)
+    for memory in (there, timing.HOST):
+        kept = memory.keep_rows(x, [slice(1, 5, 2), slice(8, 9)])
+        rows = [1, 3, 8]
+        assert np.array_equal(kept[..., rows, :, :], x[..., rows, :, :])
+        assert not np.delete(kept, rows, axis=-3).any()
 
 
 @pytest.mark.parametrize(("gpu_ms", "host_ms"), [(0.005, 0.1), (0.05, 0.001), (20.0, 0.05)])
@@ -832,6 +1097,44 @@ def test_gradients_on_a_gpu_by_the_kernels_that_compute_them(monkeypatch, comman
 
 
 @pytest.mark.usefixtures("small", "gpu_machine")
+def test_packed_sequences_on_a_gpu(monkeypatch):
+    """Equal ones beside the dense call, then a mix; computed on the host, planned as for an H200."""
+    monkeypatch.setattr(kernels.device, "current", lambda: 0)
+    monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
+    shapes = ("--varlen", "--tokens", "96", "--heads", "2", "--dim", "128", "--dtype", "fp16", "--json", "-")
+    for mode, kernel in (("fwd", "fwd_sm90__f16_d128__"), ("bwd", "bwd_")):
+        result = run("compare", "--mode", mode, *shapes, "--seqlen", "32", COLUMNS="140")
+        assert result.exit_code == 0, result.output
+        header, _, *records = lines(result.stdout)
+        assert {"cupyflash-dense", "torch-varlen", "fa3", "fa4"} < set(header["peers"])
+        ours, dense = (record for record in records if "record" not in record)
+        assert (ours["peer"], dense["peer"]) == ("cupyflash", "cupyflash-dense")
+        assert ours["kernel"].startswith(kernel)
+        assert "packed" in ours["kernel"]
+        assert "packed_tiles" not in ours["kernel"]
+        assert dense["kernel"] is None
+        assert {record["not_timed"] for record in records if record.get("peer") == "sdpa-flash"} == {"torch with CUDA is not installed"}
+        assert "  cupyflash-dense " in result.stderr
+        mixed = json.loads(run(mode, *shapes, "--longest", "40").stdout.splitlines()[2])
+        assert mixed["kernel"].startswith(kernel)
+
+
+def test_the_kernels_of_a_mix_are_those_that_the_library_chooses(monkeypatch):
+    """Tiles by the longest sequence; what adds up dq by how many tokens a sequence has in the mean."""
+    monkeypatch.setattr(kernels.device, "current", lambda: 0)
+    monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
+    case = Case(1, 1, 1, 8, 8, 64, 64, "float16", backward=True)
+    for lengths in ((8192, *(1000,) * 30), (4000, *(20,) * 80), (100, *(20,) * 80), (4096,) * 4, (1024,) * 4):
+        mix = replace(case, **packed(lengths))
+        sizes = (len(lengths), *mix.tokens, 8, 8, 64, 64)
+        hints = {"packed": True, "longest_q": max(lengths), "longest_k": max(lengths)}
+        forward = kernels.plan.AttentionProblem("float16", "float16", *sizes, softmax_scale=1.0, **hints)
+        steps = kernels.plan.backward(kernels.plan.BackwardProblem(forward, ("q", "k", "v")), kernels.device.KNOWN["90a"]).steps
+        expected = [step.variant.name for step in steps if step.variant.family not in peers._AROUND]
+        assert peers._kernels(mix) == expected, lengths
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
 def test_a_family_of_the_backward_on_a_gpu(monkeypatch):
     monkeypatch.setattr(kernels.device, "current", lambda: 0)
     monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
@@ -990,6 +1293,50 @@ def test_the_check_of_gradients_is_bounded():
         assert most / 2 <= len(dq.expected) <= most
 
 
+def packed_results(case: Case, inputs) -> list[np.ndarray]:
+    q, k, v, options, dout = inputs
+    out, lse, _ = cupyflash.attention_varlen(q, k, v, return_lse=True, **options)
+    return list(cupyflash.attention_backward(dout, q, k, v, out, lse, **options)[:3]) if case.backward else [out]
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 70, 24), (300, 33), (1, 31, 32, 130), (64,), (2, 2)])
+@pytest.mark.parametrize("changes", [{}, {"causal": False, "head_dim_v": 40}, {"window_size": (20, 3), "causal": False, "softcap": 2.0}])
+@pytest.mark.parametrize("backward", [False, True])
+def test_packed_sequences_are_checked_each_alone(lengths, changes, backward):
+    """Every row of short ones; of long ones the first, middle and last, or a few queries and all keys."""
+    case = replace(PACKED, backward=backward, **packed(lengths), **changes)
+    spots = check.spots(case, case.inputs())
+    good = packed_results(case, spots.inputs)
+    verdict = check.spot_check(case, spots, good)
+    assert verdict.ok, str(verdict)
+    assert not check.spot_check(case, spots, [x[None] for x in good]).ok
+    for part in spots.parts:
+        bad = [x.copy() for x in good]
+        bad[part.result][part.where] += part.scale * 2 * spots.limit
+        assert not check.spot_check(case, spots, bad).ok
+    ends = case.cu_seqlens
+    for b in {0, len(lengths) - 1, int(np.argmax(lengths))}:
+        mine = [part.where[0] for part in spots.parts if ends[b] <= part.where[0].start < part.where[0].stop <= ends[b + 1]]
+        assert {ends[b + 1] - 1} <= {range(where.start, where.stop)[:: where.step or 1][-1] for where in mine}
+    assert all(any(ends[b] <= part.where[0].start < part.where[0].stop <= ends[b + 1] for b in range(len(lengths))) for part in spots.parts)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_leaks_from_a_packed_sequence_to_the_next_is_wrong(backward):
+    """Also gradients, of which a neighbour that is not checked itself could have none to give."""
+    case = replace(PACKED, causal=False, backward=backward, **packed((64, 40, 60, 1)))
+    spots = check.spots(case, case.inputs())
+    assert check.spot_check(case, spots, packed_results(case, spots.inputs)).ok
+    for wrong in ([0, 65, 104, 164, 165], [0, 64, 104, 163, 165]):
+        offsets = {**spots.inputs.options, "cu_seqlens_q": np.array(wrong, np.int32)}
+        results = packed_results(case, spots.inputs._replace(options=offsets))
+        assert not check.spot_check(case, spots, results).ok
+    if backward:
+        given = np.abs(spots.inputs.dout).sum(axis=(1, 2)) > 0
+        assert given[64:164].all()
+        assert np.array_equal(spots.inputs.dout[64:104], case.inputs().dout[64:104])
+
+
 def test_judge_wants_nan_and_infinity_in_the_same_places():
     case = replace(SMALL, seqlen_k=20, return_lse=True)  # 28 rows see no key
     inputs = case.inputs()
@@ -1064,7 +1411,7 @@ def test_version_and_help_need_no_gpu_and_no_cupy(monkeypatch):
         (["fwd", "--heads", "8/"], "'8/' is neither a number nor a pair such as 32/8"),
         (["fwd", "--dim", "-3"], "'-3' is neither"),
         (["fwd", "--dtype", "int8"], "'int8' is not one of fp16, bf16, fp32, fp64"),
-        (["fwd", "--peers", "cupyflash,fa9"], "there is no 'fa9' here, only cupyflash, standard"),
+        (["fwd", "--peers", "cupyflash,fa9"], "there is no 'fa9' here, only cupyflash, cupyflash-dense, standard"),
         (["compare", "--peers", "fa4"], "none of fa4 computes on the host"),
         (["fwd", "--min-time", "0"], "not in the range"),
         (["fwd", "--rounds", "0"], "not in the range"),
@@ -1082,6 +1429,16 @@ def test_version_and_help_need_no_gpu_and_no_cupy(monkeypatch):
         (["fwd", "--window", "-3,0"], "'-3,0' is no window"),
         (["fwd", "--softcap", "0"], "not in the range"),
         (["fwd", "--tokens", "512"], "fewer tokens than one sequence has"),
+        (["fwd", "--varlen", "--batch", "2"], "'--batch': with --varlen there are as many sequences as make --tokens"),
+        (["bwd", "--varlen", "--seqlen-k", "2k"], "'--seqlen-k': with --varlen the keys of a sequence are as many as its queries"),
+        (["compare", "--varlen", "--seqlen", "1k", "--longest", "2k"], "'--longest': with --seqlen all sequences have that length"),
+        (["fwd", "--longest", "2k"], "'--longest': it is for --varlen"),
+        (["fwd", "--varlen", "--longest", "2k,4k"], "'--longest': '2k,4k' is not one size: write 512 or 4k"),
+        (["fwd", "--varlen", "--longest", "-1"], "'-1' is no size"),
+        (["fwd", "--varlen", "--tokens", "16k,4k"], "'--tokens': fewer tokens than the longest sequence has, 8k"),
+        (["fwd", "--varlen", "--tokens", "1k", "--seqlen", "512,2k"], "'--tokens': fewer tokens than the longest sequence has, 2k"),
+        (["tour", "--varlen"], "No such option"),
+        (["variants", "--tune", "--varlen"], "No such option"),
         (["variants", "--arch", "sm_70"], "'sm_70' is none of sm_80"),
         (["variants", "--dtype", "fp8"], "'fp8' is not one of"),
         (["variants", "--dim", "300"], "no row serves 300"),
@@ -1158,8 +1515,35 @@ def test_options_of_a_case(cases):
     assert [case.causal for case in cases("--no-causal")] == [case.causal for case in cases()] == [False]
 
 
+def test_packed_cases(cases):
+    mixes = cases("--varlen", "--tokens", "32k,64k", "--dim", "64,128", "--both", "--heads", "8/2")
+    assert [(case.tokens[0], case.head_dim, case.causal) for case in mixes] == [
+        (tokens, dim, causal) for dim in (64, 128) for causal in (False, True) for tokens in (32768, 65536)
+    ]
+    assert {case.lengths for case in mixes} == {drawn_lengths(32768, 8192), drawn_lengths(65536, 8192)}
+    assert all((case.batch, case.seqlen_q, case.seqlen_k) == (len(case.lengths), 8192, 8192) for case in mixes)
+    (case,) = cases("--varlen", "--longest", "2k", "--window", "256,0", "--softcap", "30", "--dtype", "fp64")
+    assert case.lengths == drawn_lengths(32768, 2048)
+    assert (case.window_size, case.softcap, case.dtype, case.num_heads_kv) == ((256, 0), 30.0, "float64", 8)
+    equal = cases("--varlen", "--seqlen", "1k,4k", "--tokens", "9k")
+    assert [case.lengths for case in equal] == [(1024,) * 9, (4096,) * 2]  # as many as the dense cases of these tokens have
+    dense = cases("--seqlen", "1k,4k", "--tokens", "9k")
+    assert [replace(case, lengths=()) for case in equal] == dense
+
+
+def test_the_backward_of_packed_cases(cases, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "run_timings", lambda report, cases, *_, **__: asked.append(cases) or [])
+    shapes = ("--varlen", "--longest", "1k", "--causal")
+    assert run("bwd", *shapes, "--deterministic").exit_code == run("compare", "--mode", "bwd", *shapes).exit_code == 0
+    (forward,) = cases(*shapes)
+    assert asked[:2] == [[replace(forward, backward=True, deterministic=True)], [replace(forward, backward=True)]]
+
+
 def test_list_peers_says_what_is_not_there():
     assert run("compare", "--list-peers").output == f"cupyflash   {cupyflash.__version__}\nstandard    {np.__version__}\n"
+    with_packed = run("compare", "--list-peers", "--varlen").output
+    assert f"cupyflash-dense {cupyflash.__version__}\nstandard        {np.__version__}\n" in with_packed
     missing = peers.versions([peers.FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", None)])
     assert missing["fa4"].startswith("not found: torch with CUDA is not installed")
 
@@ -1523,6 +1907,49 @@ def test_json_into_a_file_leaves_the_table_on_stdout(tmp_path):
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("command", ["fwd", "bwd"])
+def test_packed_sequences_from_the_options_to_the_records(command):
+    result = run(command, "--varlen", "--tokens", "200", "--longest", "64", "--heads", "4/2", "--dim", "24-8", "--causal", "--json", "-")
+    assert result.exit_code == 0, result.output
+    _, _, *records = lines(result.stdout)
+    assert [record.get("record") for record in records] == [None, "run", "run"]
+    ours, ran, formula = records
+    assert set(ours) == RESULT_FIELDS | PACKED_FIELDS | {"tflops"}
+    lengths = drawn_lengths(200, 64)
+    case = Case(1, 1, 1, 4, 2, 24, 8, "float32", True, backward=command == "bwd")
+    case = replace(case, **packed(lengths))
+    for record in records:
+        assert (record["mode"], record["batch"], record["seqlen_q"], record["seqlen_k"]) == (command, len(lengths), 64, 64)
+        assert [record[name] for name in ("tokens", "longest", "seed", "lengths")] == [200, 64, SEED, list(lengths)]
+    assert ours["tflops"] == pytest.approx(case.flops / ours["ms"] / 1e9)
+    assert ours["error"] <= ran["limit"]
+    assert "with a batch axis" in formula["not_timed"]
+    assert f"{command} fp32 200 tokens in {len(lengths)} sequences, longest 64, H 4/2 D 24-8 causal" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seed", "listed"),
+    [((32,) * 3, None, True), (drawn_lengths(300, 1), None, False), (drawn_lengths(4000, 64), SEED, False), ((3, 4), None, True)],
+)
+def test_records_make_packed_sequences_again(lengths, seed, listed):
+    assert (len(lengths) < 300) == listed
+    fields = report.case_fields(replace(PACKED, **packed(lengths)))
+    assert (fields["seed"], fields["lengths"]) == (seed, list(lengths) if listed else None)
+    assert (fields["batch"], fields["tokens"], fields["longest"]) == (len(lengths), sum(lengths), max(lengths))
+    assert not PACKED_FIELDS & set(report.case_fields(SMALL))
+
+
+@pytest.mark.usefixtures("small")
+def test_equal_packed_sequences_beside_the_dense_call():
+    result = run("compare", "--varlen", "--tokens", "96", "--seqlen", "32", "--mode", "bwd", "--heads", "2", "--json", "-")
+    assert result.exit_code == 0, result.output
+    ours, dense = (record for record in lines(result.stdout) if "record" not in record)
+    assert (ours["peer"], dense["peer"]) == ("cupyflash", "cupyflash-dense")
+    assert ours["ratio_to_best"] == pytest.approx(dense["ms"] / ours["ms"])
+    assert (ours["lengths"], ours["seed"], ours["batch"]) == ([32] * 3, None, 3)
+
+
+@pytest.mark.usefixtures("small")
 def test_a_wrong_result_ends_in_exit_code_1(monkeypatch):
     monkeypatch.setattr(peers, "standard", lambda q, *_, **__: np.full_like(q, np.inf))
     result = run("--json", "-")
@@ -1575,8 +2002,14 @@ def test_an_interrupt_is_no_traceback(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("command", [[], ["check"], ["doctor"], ["bwd", "--seqlen", "32", "--heads", "2"]])
-@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([], ["check"], ["doctor"], ["bwd", "--seqlen", "32", "--heads", "2"]),
+        ["compare", "--varlen", "--tokens", "96", "--seqlen", "32", "--heads", "2"],
+    ],
+)
+@pytest.mark.parametrize("width", [60, 80, 85, 100])
 def test_nothing_is_wider_than_the_terminal(command, width):
     result = run(*command, COLUMNS=str(width))
     for line in result.stdout.splitlines():

@@ -21,7 +21,7 @@ BENCH = ROOT / "bench"
 
 # Who may import whom inside cupyflash; `errors` and `_version` are open to all and import nothing.
 ALLOWED = {
-    "__init__": {"api", "backward", "environment", "reference"},
+    "__init__": {"api", "backward", "environment", "packing", "reference"},
     # device, params: what a cached call holds; jit, variants: what `warmup` compiles
     "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
     "arrays": set(),
@@ -36,6 +36,7 @@ ALLOWED = {
     "keywords": set(),
     # device: its type; environment: how to get CuPy; params: where in the struct an address lies
     "launch": {"jit", "tensormap", "plan", "device", "environment", "params"},
+    "packing": {"arrays", "keywords"},
     "params": {"problem"},  # the struct is filled from a problem
     "plan": {"problem", "variants", "device"},
     "problem": set(),
@@ -55,7 +56,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "transformers", "flash_attn", "tensorflo
 INTERFACES = {"torch", "jax", "transformers", "flash_attn"}  # the only modules that may import a framework
 # What else may be imported beyond the standard library; a module that is absent here decides on plain values and imports nothing.
 # Inside functions only: cupy, which costs 300 ms and may be absent, ml_dtypes, which may be absent, and threadpoolctl, which costs 5 ms.
-NUMPY = {"arrays", "environment", "host", "host_backward", "plan", "reference"}
+NUMPY = {"arrays", "environment", "host", "host_backward", "packing", "plan", "reference"}
 CUPY = {"arrays", "device", "environment", "jit", "launch"}
 ML_DTYPES = {"arrays"}
 THREADPOOLCTL = {"host"}

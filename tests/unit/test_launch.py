@@ -174,11 +174,70 @@ def test_what_is_kept_of_addresses_is_bounded(gpu: Gpu) -> None:
     assert gpu.launches[-1].packed["q"] == 0
 
 
+def packed_inputs(tokens: int = 100, sequences: int = 3) -> list[Array]:
+    """q, k, v, and the offsets of each."""
+    return [*(Array((tokens, 2, 64), np.float16) for _ in range(3)), *(Array((sequences + 1,), np.int32) for _ in range(2))]
+
+
+def test_a_packed_call_has_its_offsets_and_a_list_of_tiles(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
+    q, k, v, cu_q, cu_k = packed_inputs()
+    used, target = Array((3,), np.int32), Array((100, 2, 64), np.float16)
+    assert cupyflash.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, out=target) is target
+    out, lse, _ = cupyflash.attention_varlen(q, k, v, cu_q, return_lse=True, causal=True)
+    first, second = gpu.launches[1].packed, gpu.launches[3].packed  # each behind the one that lists the tiles
+    assert [call.packed for call in gpu.launches] == [first, first, second, second]
+    for packed in (first, second):
+        assert [packed[name] for name in ("q", "k", "v")] == [x.data.ptr for x in (q, k, v)]
+        assert [packed[name] for name in ("batch", "seqlen_q", "seqlen_k", "q_stride_batch", "cu_seqlens_q_stride")] == [3, 100, 100, 0, 1]
+        assert packed["row_tiles"] not in (0, first["lse"], first["out"], second["lse"], second["out"])
+    assert [first[name] for name in ("cu_seqlens_q", "cu_seqlens_k")] == [cu_q.data.ptr, cu_k.data.ptr]
+    assert [first[name] for name in ("seqused_q", "seqused_k", "out", "lse")] == [0, used.data.ptr, target.data.ptr, 0]
+    assert [second[name] for name in ("cu_seqlens_q", "cu_seqlens_k")] == [cu_q.data.ptr] * 2
+    assert [second[name] for name in ("seqused_k", "out", "lse")] == [0, out.data.ptr, lse.data.ptr]
+    assert lse.shape == (2, 100)
+
+
+def test_offsets_in_numpy_are_copied_to_the_device(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
+    copies: list[Any] = []
+
+    def to_device(vector: Any, like: Any, name: str) -> Any:
+        copies.append((name, vector, there := Array(vector.shape, vector.dtype)))
+        return arrays.read(there, name)
+
+    monkeypatch.setattr(arrays, "to_device", to_device)
+    q, k, v, *_ = packed_inputs()
+    for offsets in ([np.zeros(4, np.int32)], [np.zeros(4, np.int32), np.ones(4, np.int32)]):
+        cupyflash.attention_varlen(q, k, v, *offsets)
+        assert [(name, vector) for name, vector, _ in copies] == [("cu_seqlens_q", offsets[0]), ("cu_seqlens_k", offsets[-1])]
+        assert [gpu.launches[-1].packed[name] for name, *_ in copies] == [there.data.ptr for *_, there in copies]
+        copies.clear()
+
+
+def test_a_captured_call_keeps_its_workspace(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Any] = []
+    monkeypatch.setattr(arrays, "_captured", captured)
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: True)
+    cupyflash.attention_varlen(*packed_inputs())
+    cupyflash.attention(*make())  # has none
+    (((ptr, _owner),),) = captured
+    assert ptr == gpu.launches[1].packed["row_tiles"]
+
+
+def test_no_sequence_has_no_lengths_and_no_slopes(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
+    each = {"alibi_slopes": Array((0, 2), np.float32), "seqused_q": Array((0,), np.int32), "sink": Array((2,), np.float32)}
+    cupyflash.attention_varlen(*packed_inputs(sequences=0), **each)
+    packed = gpu.launches[-1].packed
+    assert [packed[name] for name in ("alibi_slopes", "seqused_q", "sink", "batch")] == [0, 0, each["sink"].data.ptr, 0]
+
+
 def launched(gpu: Gpu) -> Any:
     """What a launcher of fwd_sm80, which has no maps, is made of."""
     problem = api.dense(api.Operands(*(arrays.describe(arrays.read(x, "x")[1], "x") for x in make())))[0]
     schedule = api.plan.forward(problem, KNOWN["80"])
-    packing = launch.Packing("4Q56x", (bytes(params.FORWARD.size - params.POINTERS.size),), params.FORWARD.size)
+    packing = launch.Packing(f"4Q{params.POINTERS.size - 32}x", (bytes(params.FORWARD.size - params.POINTERS.size),), params.FORWARD.size)
     return schedule, packing, KNOWN["80"], 0, lambda: 9
 
 
