@@ -69,7 +69,7 @@ inline std::string waits_for;               // what the last one that waited wai
 alignas(1024) inline char smem[228 << 10];  // of the block; shared addresses are offsets from here
 
 // What a kernel does that would hang or fault on a GPU.
-struct Deadlock {
+struct Failure {
   std::string what;
 };
 
@@ -109,7 +109,7 @@ struct PhaseBarrier {
   long bytes;
   unsigned phase;
   void advance() {
-    if (pending < 0) throw Deadlock{"an mbarrier has more arrivals than it was initialised for"};
+    if (pending < 0) throw Failure{"an mbarrier has more arrivals than it was initialised for"};
     if (pending > 0 || bytes != 0) return;
     phase ^= 1;
     pending = count;
@@ -163,7 +163,7 @@ std::string run(int blocks, int threads, Kernel kernel) {
           +[] {
             try {
               body();
-            } catch (const Deadlock& e) {
+            } catch (const Failure& e) {
               failure = e.what;
             }
             current->done = true;

@@ -30,7 +30,7 @@ inline unsigned opaque(unsigned x) { return x; }
 inline void stay_branch() {}
 inline int uniform(int x) {
   const int first = __shfl_sync(0, x, 0);
-  if (x != first) throw emulated::Deadlock{"uniform(x) of lanes that differ"};
+  if (x != first) throw emulated::Failure{"uniform(x) of lanes that differ"};
   return first;
 }
 
@@ -133,7 +133,7 @@ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b
 
 inline emulated::PhaseBarrier& phase_barrier(unsigned barrier) {
   const auto found = emulated::phases.find(barrier);
-  if (found == emulated::phases.end()) throw emulated::Deadlock{"an mbarrier that was not initialised"};
+  if (found == emulated::phases.end()) throw emulated::Failure{"an mbarrier that was not initialised"};
   return found->second;
 }
 inline void mbarrier_init(unsigned barrier, int count) { emulated::phases[barrier] = {count, count, 0, 0}; }
@@ -167,7 +167,7 @@ struct BoxMap {
 };
 template <class Move>
 void for_box(unsigned smem, const BoxMap& map, int x, int y, int z, int w, Move move) {
-  if (smem % 128 != 0) throw emulated::Deadlock{"a tensor copy that does not start at 128 bytes"};
+  if (smem % 128 != 0) throw emulated::Failure{"a tensor copy that does not start at 128 bytes"};
   for (int r = 0; r < map.rows; ++r) {
     for (int c = 0; c < 64; ++c) {
       const long long at[4] = {x + c, y + r, z, w};

@@ -115,6 +115,9 @@ def test_forward(row: Row, dtype: str, rng: np.random.Generator) -> None:
     for causal in masks(row):
         for sq, sk in lengths(row.config.block_m, row.config.block_n):
             agrees(row, dtype, inputs(rng, dtype, sq, sk, d, dv), masked(causal, sq))
+    q, k, v = inputs(rng, dtype, 70, PRIME, d, dv)
+    k[:, :40] *= 12  # keys are walked from the last one down: these outweigh all before them
+    agrees(row, dtype, [q, k, v], masked(masks(row)[0], 70))
     if row.options:
         agrees(row, dtype, inputs(rng, dtype, 70, PRIME, d, dv - 8), every_option(rng, 70, PRIME))
 
