@@ -1,0 +1,246 @@
+// cuda.h: what CUDA's compiler and a GPU give a kernel, for a C++ compiler and a CPU: threads, barriers, warps, shared memory.
+//
+// The threads of a block are fibers that run in turn until they wait for others. So everything happens in one order, the same each time;
+// blocks run one after another. When all threads that are left wait, the block can never end: that is reported as a deadlock.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(bytes)
+#define __shared__ static
+using std::max;
+using std::min;
+
+struct Index {
+  unsigned x, y, z;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+namespace emulated {
+
+// ucontext makes a fiber's stack and enters it; from then on _setjmp and _longjmp switch, which leave the signal mask alone: no system
+// call.
+struct Fiber {
+  ucontext_t context;
+  jmp_buf place;
+  Index thread;
+  bool begun = false, done = false;
+};
+inline std::vector<Fiber> fibers;
+inline Fiber* current;
+inline Index* thread;
+inline Index block, grid;
+inline ucontext_t first_entry;
+inline jmp_buf scheduler;
+
+inline void resume(Fiber& fiber) {
+  current = &fiber;
+  thread = &fiber.thread;
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  swapcontext(&first_entry, &fiber.context);
+}
+inline void pause_fiber() {
+  if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
+inline long progress;                       // how often somebody came further
+inline std::string waits_for;               // what the last one that waited waits for
+alignas(1024) inline char smem[228 << 10];  // of the block; shared addresses are offsets from here
+
+// What a kernel does that would hang or fault on a GPU.
+struct Failure {
+  std::string what;
+};
+
+template <class Condition>
+void wait_until(Condition condition, const char* what) {
+  while (!condition()) {
+    waits_for = what;
+    pause_fiber();
+  }
+  ++progress;
+}
+
+// A barrier of `count` threads, again and again.
+struct Barrier {
+  int arrived = 0;
+  long passed = 0;
+  void arrive(int count) {
+    if (++arrived == count) {
+      arrived = 0;
+      ++passed;
+      ++progress;
+    }
+  }
+  void sync(int count, const char* what) {
+    const long mine = passed;
+    arrive(count);
+    wait_until([&] { return passed != mine; }, what);
+  }
+};
+inline Barrier whole_block, warps[32];
+inline std::map<int, Barrier> named;
+inline void sync_warp() { warps[thread->x / 32].sync(32, "the lanes of its warp"); }
+
+// mbarrier: a phase ends when `count` have arrived and all announced bytes have come.
+struct PhaseBarrier {
+  int count, pending;
+  long bytes;
+  unsigned phase;
+  void advance() {
+    if (pending < 0) throw Failure{"an mbarrier has more arrivals than it was initialised for"};
+    if (pending > 0 || bytes != 0) return;
+    phase ^= 1;
+    pending = count;
+    ++progress;
+  }
+};
+inline std::map<unsigned, PhaseBarrier> phases;
+
+// What a thread shows the others of its warp.
+inline unsigned long long shown[1024][4];
+template <class T>
+T of_lane(T x, int lane) {
+  static_assert(sizeof(T) <= 8);
+  const unsigned t = thread->x;
+  shown[t][0] = 0;
+  std::memcpy(&shown[t][0], &x, sizeof x);
+  sync_warp();
+  std::memcpy(&x, &shown[t / 32 * 32 + lane][0], sizeof x);
+  sync_warp();
+  return x;
+}
+
+// Runs `kernel` on each thread of each block; returns what went wrong, or "".
+template <class Kernel>
+std::string run(int blocks, int threads, Kernel kernel) {
+  constexpr size_t kStack = 256 << 10;
+  static std::vector<char> stacks;
+  static std::function<void()> body;
+  static std::string failure;
+  stacks.resize(kStack * threads);
+  body = kernel;
+  failure.clear();
+  grid = {static_cast<unsigned>(blocks), 1, 1};
+  for (int b = 0; b < blocks && failure.empty(); ++b) {
+    block = {static_cast<unsigned>(b), 0, 0};
+    whole_block = {};
+    std::fill(std::begin(warps), std::end(warps), Barrier{});
+    named.clear();
+    phases.clear();
+    std::memset(smem, 0xff, sizeof smem);  // NaN
+    fibers.assign(threads, Fiber{});
+    for (int t = 0; t < threads; ++t) {
+      Fiber& fiber = fibers[t];
+      fiber.thread = {static_cast<unsigned>(t), 0, 0};
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = stacks.data() + kStack * t;
+      fiber.context.uc_stack.ss_size = kStack;
+      fiber.context.uc_link = nullptr;
+      makecontext(
+          &fiber.context,
+          +[] {
+            try {
+              body();
+            } catch (const Failure& e) {
+              failure = e.what;
+            }
+            current->done = true;
+            ++progress;
+            pause_fiber();
+          },
+          0);
+    }
+    for (int left = threads; left > 0 && failure.empty();) {
+      const long before = progress;
+      left = 0;
+      for (Fiber& fiber : fibers) {
+        if (fiber.done || !failure.empty()) continue;
+        resume(fiber);
+        left += !fiber.done;
+      }
+      if (left > 0 && progress == before)
+        failure = "deadlock: " + std::to_string(left) + " threads of block " + std::to_string(b) + " wait, one for " + waits_for;
+    }
+  }
+  return failure;
+}
+
+}  // namespace emulated
+
+#define threadIdx (*emulated::thread)
+#define blockIdx emulated::block
+#define gridDim emulated::grid
+
+inline void __syncthreads() { emulated::whole_block.sync(static_cast<int>(emulated::fibers.size()), "__syncthreads"); }
+inline void __syncwarp(unsigned = 0) { emulated::sync_warp(); }
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return emulated::of_lane(x, lane % 32);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return emulated::of_lane(x, threadIdx.x % 32 ^ mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T x, int distance) {
+  const int lane = threadIdx.x % 32;
+  return emulated::of_lane(x, lane >= distance ? lane - distance : lane);
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const unsigned t = threadIdx.x;
+  unsigned ballot = 0;
+  emulated::shown[t][0] = x;
+  emulated::sync_warp();
+  for (int lane = 0; lane < 32; ++lane) ballot |= static_cast<unsigned>(emulated::shown[t / 32 * 32 + lane][0]) << lane;
+  emulated::sync_warp();
+  return ballot;
+}
+inline bool __any_sync(unsigned, bool x) { return __ballot_sync(0, x) != 0; }
+inline bool __all_sync(unsigned, bool x) { return __ballot_sync(0, x) == 0xffffffffu; }
+
+template <class T>
+T atomicAdd(T* p, T x) {
+  const T old = *p;
+  *p += x;
+  return old;
+}
+inline unsigned atomicOr(unsigned* p, unsigned x) {
+  const unsigned old = *p;
+  *p |= x;
+  return old;
+}
+template <class To, class From>
+To bits_of(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y);
+  std::memcpy(&y, &x, sizeof x);
+  return y;
+}
+inline int __float_as_int(float x) { return bits_of<int>(x); }
+inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
+inline float __int_as_float(int x) { return bits_of<float>(x); }
+inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
+inline double __longlong_as_double(long long x) { return bits_of<double>(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }

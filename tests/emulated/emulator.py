@@ -1,0 +1,228 @@
+"""The CUDA kernels on the CPU: the same source, compiled by g++ with stand-ins for what a GPU has (cuda.h) and for PTX (ptx.h).
+
+`emulated()` makes `cupyflash.attention` and `attention_backward` compute NumPy arrays so: checked, planned and packed as for a GPU, and
+then run by a loop over threads. It shows on any machine whether kernels read and write the right places, and wait for the right things;
+it knows nothing of speed, and nothing of what is asynchronous on a GPU (ptx.h says what that leaves out).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupyflash import api, arrays, backward, jit, launch, params, plan, problem, tensormap, variants
+from cupyflash.device import KNOWN
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") if sys.platform == "linux" else None  # version 12 or newer: it has _Float16
+_OPTIONS = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC")
+# What ptx.h has instead of these two: types.cuh has conversions of fp16 in PTX.
+_HALF = {
+    'asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));': "y = static_cast<float>(bits_of<_Float16>(x.bits));",
+    'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));': "y.bits = bits_of<unsigned short>(static_cast<_Float16>(x));",
+}
+# What a tiled kernel calls to compute a row or key again that is not finite. No input of these tests asks for it; but what reads the wrong
+# place reads NaN, and would be mended there.
+_WAYS_OUT = (
+    "__device__ void attend_row(const ForwardParams& p, int b, int h, int i) {",
+    "__device__ void row_gradient(const BackwardParams& p, int b, int h, int i) {",
+    "__device__ void key_gradient(const BackwardParams& p, int b, int h_kv, int j) {",
+)
+
+
+@functools.cache
+def _folder() -> Path:
+    """Of the compiled kernels, which take g++ two seconds each: kept for the next run, by their text."""
+    folder = Path(tempfile.gettempdir()) / f"cupyflash-emulated-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.getuid()
+    return folder
+
+
+def source_of(variant: variants.Variant, arch: str) -> str:
+    """The text that jit.py renders, with ptx.h in the place of ptx.cuh and without the products, which ptx.h has as templates."""
+    ptx = jit._paste(jit.source_root() / "primitives" / "ptx.cuh", {jit.source_root() / "primitives" / "types.cuh"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "_wgmma", lambda variant: ())
+        text = jit.render.__wrapped__(variant, arch).source
+    if ptx in text:
+        text = text.replace(ptx, (HERE / "ptx.h").read_text())
+    for instruction, instead in _HALF.items():
+        assert instruction in text
+        text = text.replace(instruction, instead)
+    text = re.sub(r"extern __shared__ __align__\(\d+\) char dynamic_smem\[\];", "char* const dynamic_smem = emulated::smem;", text)
+    if not variant.family.endswith("simple"):
+        for start in _WAYS_OUT:
+            text = text.replace(start, f'{start}\n  throw emulated::Failure{{"a row or key left the range of the tiles"}};')
+    assert "asm" not in re.sub(r"//.*", "", text)
+    kind = re.search(rf"{variant.family}\(const __grid_constant__ cupyflash::(\w+) p", text)
+    assert kind is not None
+    maps = ", *static_cast<const cupyflash::TensorMaps*>(args[1])" if "TensorMaps& maps" in text else ""
+    return f"""#include "cuda.h"
+{text}
+extern "C" const char* launch(void* const* args, int blocks, int threads) {{
+  static std::string failure;
+  const auto& p = *static_cast<const cupyflash::{kind[1]}*>(args[0]);
+  failure = emulated::run(blocks, threads, [&] {{ {variant.family}(p{maps}); }});
+  return failure.c_str();
+}}
+"""
+
+
+def _gcc(source: Path, made: Path, *more: str) -> None:
+    """Compile to a file that appears when it is whole, also where several processes compile the same."""
+    assert COMPILER is not None
+    unfinished = made.with_name(f"{os.getpid()}-{threading.get_ident()}-{made.name}")
+    done = subprocess.run([COMPILER, *_OPTIONS, *more, str(source), "-o", str(unfinished)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{source}: {done.stderr[:2000]}"
+    unfinished.replace(made)
+
+
+@functools.cache
+def _headers() -> Path:
+    """A folder with cuda.h, also compiled: it takes longer than a kernel."""
+    text = (HERE / "cuda.h").read_text()
+    folder = _folder() / hashlib.sha256("\0".join((text, *_OPTIONS)).encode()).hexdigest()[:16]
+    folder.mkdir(exist_ok=True)
+    header = folder / "cuda.h"
+    if not header.with_name("cuda.h.gch").exists():
+        header.write_text(text)
+        _gcc(header, header.with_name("cuda.h.gch"), "-x", "c++-header")
+    return folder
+
+
+@functools.cache
+def compiled(variant: variants.Variant, arch: str) -> Any:
+    """launch(args as the driver takes them, blocks, threads) -> what went wrong, or b"" """
+    source, headers = source_of(variant, arch), _headers()
+    library = headers / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
+    if not library.exists():
+        text = library.with_name(f"{os.getpid()}-{library.stem}.cpp")
+        text.write_text(source)
+        _gcc(text, library, "-I", str(headers))
+        text.unlink()
+    function = ctypes.CDLL(str(library)).launch
+    function.restype = ctypes.c_char_p
+    function.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_int
+    return function
+
+
+def _encode(view: Any, rows: int) -> bytes:
+    """BoxMap in ptx.h, of a (B, S, H, D) view."""
+    batch, seqlen, heads, dim = view.shape
+    strides = [0 if n == 1 else 2 * s for n, s in zip(view.shape, view.strides, strict=True)]
+    box = struct.pack("<Q4q4qi", 0, dim, seqlen, heads, batch, 2, strides[1], strides[2], strides[0], rows)
+    return box.ljust(tensormap.MAP_BYTES, b"\0")
+
+
+def _replace_address(place: int, ptr: int) -> None:
+    ctypes.c_uint64.from_address(place).value = ptr
+
+
+def _launcher(schedule: plan.Plan, packing: launch.Packing, spec: Any, device_id: int, current_stream: Any) -> Callable[..., None]:
+    def queue(addresses: tuple[int, ...], more: bytes = b"") -> None:
+        args, _memory = launch._parameters.__wrapped__(packing, addresses, more)
+        for step in schedule.steps:
+            ran.append(step.variant.name)
+            if wanted is not None:
+                wanted.add((step.variant, spec.arch))
+                continue
+            failure = compiled(step.variant, spec.arch)(args, step.grid[0], step.threads)
+            assert not failure, f"{step.variant.name}: {failure.decode()}"
+
+    return queue
+
+
+ran: list[str] = []  # the kernels that ran, in order
+wanted: set[tuple[variants.Variant, str]] | None = None  # of `compile_kernels_of`
+
+
+def compile_kernels_of(calls: Callable[[], Any]) -> None:
+    """Compile at once what these calls will launch; they run without computing, so that their results are NaN."""
+    global wanted
+    wanted = set()
+    try:
+        calls()
+        found = sorted(wanted, key=str)
+    finally:
+        wanted = None
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kernel: compiled(*kernel), found))
+
+
+def _allocator(made: Any, like: Any, real: Callable[..., Any] = arrays.allocator) -> Any:
+    """Results and workspaces start as NaN."""
+    num_bytes = math.prod(made.shape) * {"uint8": 1, **problem.ITEMSIZE}[made.dtype]
+
+    make = real(made, like)
+
+    def allocate(owner: Any) -> tuple[int, Any]:
+        ptr, new = make(owner)
+        ctypes.memset(ptr, 0xFF, num_bytes)
+        return ptr, new
+
+    return allocate
+
+
+@contextlib.contextmanager
+def emulated(*rows: variants.Row, arch: str = "90a", num_sms: int = 3, table: str = "FORWARD") -> Iterator[None]:
+    """Calls with NumPy arrays run kernels, of these rows of a table where some are given, as on a GPU of so few SMs."""
+    spec = dataclasses.replace(KNOWN[arch], num_sms=num_sms)
+
+    def forward_call(p: Any, operands: Any, like: Any, out: Any, lse: Any) -> Any:
+        return api._on_gpu(p, operands, like, out, lse, [])
+
+    def backward_call(call: Any, views: dict[str, Any], results: dict[str, Any]) -> None:
+        like, p = views["q"], call.problem
+        schedule = plan.backward(p, spec)
+        made = {name: arrays.empty(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
+        numbers = params.numbers(p.forward, call.operands, schedule.section), params.backward_numbers(p, call.more, schedule.sum_width)
+        maps = launch.maps_of(schedule, call.operands._asdict() | {"dout": call.more.dout}, like.device_id)
+        packing = launch.Packing("Q" * len(params.pointers(call.operands, None)), numbers, params.BACKWARD.size, *maps)
+        addresses = params.pointers([views.get(name) for name in problem.Operands._fields], views["lse"])
+        queue = _launcher(schedule, packing, spec, -1, None)
+        queue(tuple(addresses), params.backward_pointers({**views, **results, **made}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_on_host", forward_call)
+        patch.setattr(backward, "_run_on_host", backward_call)
+        patch.setattr(api, "query", lambda device_id: spec)
+        patch.setattr(launch, "check_process", lambda: None)
+        patch.setattr(launch, "launcher", _launcher)
+        patch.setattr(arrays, "allocator", _allocator)
+        patch.setattr(arrays, "stream_reader", lambda like: int)
+        patch.setattr(tensormap, "encode", _encode)
+        patch.setattr(tensormap, "replace_address", _replace_address)
+        if rows:
+            patch.setattr(plan, table, tuple(row._replace(longest=None) for row in rows))
+        _forget()
+        ran.clear()
+        try:
+            yield
+        finally:
+            patch.undo()
+            _forget()
+
+
+def _forget() -> None:
+    for cached in (*vars(api).values(), *vars(backward).values(), *vars(plan).values()):
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
