@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from cupyflash import api, arrays, backward, jit, launch, params, plan, problem, tensormap, variants
+from cupyflash import api, arrays, backward, jit, launch, plan, problem, tensormap, variants
 from cupyflash.device import KNOWN
 
 HERE = Path(__file__).parent
@@ -187,26 +187,15 @@ def emulated(*rows: variants.Row, arch: str = "90a", num_sms: int = 3, table: st
     """Calls with NumPy arrays run kernels, of these rows of a table where some are given, as on a GPU of so few SMs."""
     spec = dataclasses.replace(KNOWN[arch], num_sms=num_sms)
 
-    def forward_call(p: Any, operands: Any, like: Any, out: Any, lse: Any) -> Any:
-        return api._on_gpu(p, operands, like, out, lse, [])
-
-    def backward_call(call: Any, views: dict[str, Any], results: dict[str, Any]) -> None:
-        like, p = views["q"], call.problem
-        schedule = plan.backward(p, spec)
-        made = {name: arrays.empty(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
-        numbers = params.numbers(p.forward, call.operands, schedule.section), params.backward_numbers(p, call.more, schedule.sum_width)
-        maps = launch.maps_of(schedule, call.operands._asdict() | {"dout": call.more.dout}, like.device_id)
-        packing = launch.Packing("Q" * len(params.pointers(call.operands, None)), numbers, params.BACKWARD.size, *maps)
-        addresses = params.pointers([views.get(name) for name in problem.Operands._fields], views["lse"])
-        queue = _launcher(schedule, packing, spec, -1, None)
-        queue(tuple(addresses), params.backward_pointers({**views, **results, **made}))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_on_host", forward_call)
-        patch.setattr(backward, "_run_on_host", backward_call)
-        patch.setattr(api, "query", lambda device_id: spec)
+        for module in (api, backward):
+            patch.setattr(module, "HOST", None)  # no array lies there
+            patch.setattr(module, "query", lambda device_id: spec)
         patch.setattr(launch, "check_process", lambda: None)
+        patch.setattr(launch, "context_reader", lambda: int)
+        patch.setattr(launch, "contexts", lambda device_id: {0})
         patch.setattr(launch, "launcher", _launcher)
+        patch.setattr(arrays, "is_capturing", lambda like: False)
         patch.setattr(arrays, "allocator", _allocator)
         patch.setattr(arrays, "stream_reader", lambda like: int)
         patch.setattr(tensormap, "encode", _encode)
