@@ -67,7 +67,7 @@ def pointers(views: Sequence[Any], lse: Any, row_tiles: Any = None, key_tiles: A
 
 
 def numbers(p: AttentionProblem, a: Operands, section: int = 1, tiles: tuple[int, int] = (0, 0)) -> bytes:
-    """All that follows the pointers: the same for every call of the same shapes, strides and options; `section` and `tiles` are the plan's."""
+    """All that follows the pointers: the same for calls of the same shapes, strides and options; `section` and `tiles` are the plan's."""
     return _NUMBERS.pack(
         *a.q.strides[:3],
         *a.k.strides[:3],

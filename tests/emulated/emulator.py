@@ -195,7 +195,7 @@ def emulated(*rows: variants.Row, arch: str = "90a", num_sms: int = 3, table: st
         patch.setattr(launch, "context_reader", lambda: int)
         patch.setattr(launch, "contexts", lambda device_id: {0})
         patch.setattr(launch, "launcher", _launcher)
-        patch.setattr(arrays, "is_capturing", lambda like: False)
+        patch.setattr(arrays, "keep_if_captured", lambda workspaces, like: None)
         patch.setattr(arrays, "allocator", _allocator)
         patch.setattr(arrays, "stream_reader", lambda like: int)
         patch.setattr(tensormap, "encode", _encode)

@@ -5,7 +5,6 @@ What a GPU shows besides is in tests/gpu; these run where there is none, and so 
 
 from __future__ import annotations
 
-import collections
 import inspect
 import sys
 from pathlib import Path
@@ -39,11 +38,10 @@ def kernels(request: pytest.FixtureRequest) -> None:
         for item in request.session.items:
             if item.path == request.path and "deadlock" not in item.name:
                 wanted = inspect.signature(item.obj).parameters
-                given = {"rng": np.random.default_rng(0), **getattr(getattr(item, "callspec", None), "params", {})}
+                given = {"rng": np.random.default_rng(0), "monkeypatch": patch, **getattr(getattr(item, "callspec", None), "params", {})}
                 item.obj(**{name: given[name] for name in wanted})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "standard_gradients", lambda *arrays, **options: collections.defaultdict(lambda: None))
         patch.setitem(globals(), "judge", lambda *arrays, **options: None)
         emulator.compile_kernels_of(calls)
 
@@ -150,6 +148,81 @@ def test_backward(row: Row, dtype: str, rng: np.random.Generator) -> None:
     if row.options:  # of some seeds the gradient of a slope inherits more from the rounding of out than the judge allows; not of this one
         rng = np.random.default_rng(1)
         gradients_agree(row, dtype, inputs(rng, dtype, 33, 50, d, d - 8), every_option(rng, 33, 50), rng)
+
+
+# Sequences of all kinds: before the first and behind the last one lie tokens of nobody, an empty one is among them, and a row of one token.
+OFFSETS = np.array([3, 10, 10, 75, 203, 204], np.int32)
+TOKENS = 210
+
+
+def packed_agrees(row: Row, backward_row: Row, dtype: str, options: dict[str, Any], rng: np.random.Generator, **how: Any) -> None:
+    """Forward and backward, with NaN in what no sequence uses, against the formula for each sequence alone."""
+    d, dv = row.head_dims
+    q, k, v = (x[0] for x in inputs(rng, dtype, TOKENS, TOKENS, d, min(dv, backward_row.head_dim)))
+    dout = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(q.dtype)
+    used = [options.get(f"seqused_{name}", np.diff(OFFSETS)) for name in "qk"]
+    parts = [(slice(begin, begin + m), slice(begin, begin + n)) for begin, m, n in zip(OFFSETS[:-1], *used, strict=True)]
+    expected, standard = ([np.zeros(x.shape, np.float64) for x in (dout, q, k, v)] for _ in range(2))
+    lse, standard_lse = (np.full((2, TOKENS), -np.inf) for _ in range(2))
+    for rows, keys in parts:
+        if rows.start == rows.stop or keys.start == keys.stop:
+            continue
+        arrays = [x[None, part] for x, part in ((q, rows), (k, keys), (v, keys))]
+        given = {name: x for name, x in options.items() if not name.startswith("seqused")}
+        for found, dt in ((expected, np.float64), (standard, q.dtype)):
+            cast = [x.astype(dt) for x in arrays]
+            out, row_lse = standard_attention(*cast, dtype=dt, **given)
+            grads = standard_gradients(dout[None, rows].astype(dt), *cast, dtype=dt, **given)
+            for total, part, x in zip(found, (rows, rows, keys, keys), (out, *(grads[name] for name in "qkv")), strict=True):
+                total[part] = x[0]
+            (lse if dt is np.float64 else standard_lse)[:, rows] = row_lse[0]
+    nobodys = [np.ones(TOKENS, bool) for _ in "qk"]
+    for rows, keys in parts:
+        nobodys[0][rows] = nobodys[1][keys] = False
+    for x, which in ((q, 0), (dout, 0), (k, 1), (v, 1)):
+        x[nobodys[which]] = np.nan
+    name = f"{row.family} packed {sorted(options)}"
+    with emulated(row, arch=arch_of(row)):
+        got, got_lse, _ = cupyflash.attention_varlen(q, k, v, OFFSETS, return_lse=True, **options)
+        assert "packed" in emulator.ran[-1]
+    judge(got, expected[0], standard[0], dtype=q.dtype, name=name)
+    judge(got_lse, lse, standard_lse, dtype=q.dtype, name=name, kind="lse")
+    out = expected[0].astype(q.dtype)
+    out[nobodys[0]] = np.nan
+    with emulated(backward_row, arch=arch_of(backward_row), table="BACKWARD"):
+        grads = cupyflash.attention_backward(dout, q, k, v, out, lse.astype(np.float32), cu_seqlens_q=OFFSETS, **how, **options)
+        assert any(backward_row.family in kernel and "packed" in kernel for kernel in emulator.ran)
+    for n, x in enumerate(grads[:3], 1):
+        judge(x, expected[n], standard[n], dtype=q.dtype, name=f"{name} d{'qkv'[n - 1]}", kind="gradient")
+
+
+def packed_rows() -> list[Any]:
+    """Each row of the forward with one of the backward that serves its head dims, and each of the backward with one of the forward."""
+    forward, backward = (
+        [row for row in table if not isinstance(row.config, SimpleConfig)] for table in (variants.FORWARD, variants.BACKWARD)
+    )
+
+    def partner(row: Row, table: list[Row]) -> Row:
+        alike = [r for r in table if r.head_dim == row.head_dim and r.options == row.options and r.narrow_v is None]
+        return next((r for r in alike if r.causal is not True and arch_of(r) == arch_of(row)), alike[0] if alike else table[-1])
+
+    found = [(row, partner(row, backward)) for row in forward] + [(partner(row, forward), row) for row in backward]
+    found = [(f, b) for f, b in found if f.head_dim == b.head_dim]
+    dtypes = ("bfloat16", "float16")
+    return [
+        pytest.param(f, b, dtypes[n % 2], id=f"{f.family}-{f.config.tile}-{b.family}-{b.head_dim}-{b.config.tile}-{dtypes[n % 2]}")
+        for n, (f, b) in enumerate(dict.fromkeys(found))
+    ]
+
+
+@pytest.mark.parametrize(("row", "backward_row", "dtype"), packed_rows())
+def test_packed(row: Row, backward_row: Row, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_SHORT_SEQUENCES", 0)  # so that dq is summed up as that of long sequences
+    packed_agrees(row, backward_row, dtype, {"causal": bool(row.causal)}, rng)
+    if row.options:
+        rows = np.array([5, 0, 60, 100, 1], np.int32)
+        options = {"window_size": (20, 9), "softcap": 5.0, "seqused_q": rows, "seqused_k": np.minimum(rows + 2, np.diff(OFFSETS))}
+        packed_agrees(row, backward_row, dtype, options, rng, deterministic=True)
 
 
 @pytest.mark.parametrize("row", [variants.FORWARD[-1]], ids=["fwd_simple"])
