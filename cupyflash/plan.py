@@ -98,7 +98,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     else:
         results = rows + batches * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
         gradients = ((variant, _blocks_of(variant, results), row.why),)
-    kernels = (_delta(p, variant, sums_q), *gradients, _sum(variant, slopes + sinks))
+    kernels = (_delta(p, variant, sums_q), *gradients, _sum(variant, slopes, sinks))
     args = (*(name for name, used in _buffers(p).items() if used), "lse", "dout", *(f"d{name}" for name in problem.wrt))
     steps = tuple(
         Step(v, (_grid(v, blocks), 1, 1), v.threads, v.smem_bytes, args, reason, _boxes(v)) for v, blocks, reason in kernels if blocks
@@ -267,11 +267,12 @@ def _delta(p: AttentionProblem, variant: Variant, sums_q: bool) -> _Launch:
     return delta, _grid(delta, blocks), "what each row must know of its other keys"
 
 
-def _sum(variant: Variant, results: int) -> _Launch:
-    """The kernel after `variant` that adds up what it left of each row: no head dim changes its code, and few flags do."""
-    flags = tuple(flag for flag in variant.flags if flag.startswith(("alibi", "packed", "sink")))
-    sums = variant._replace(family="bwd_sum", head_dim=0, head_dim_v=0, flags=flags, config=_BY_WARPS)
-    return sums, _blocks_of(sums, results), "sums over rows, in one order"
+def _sum(variant: Variant, slopes: int, sinks: int) -> _Launch:
+    """The kernel after `variant` that adds up what it left of each row: no head dim changes its code, and few flags do. Slopes of no packed
+    sequence have a gradient, too, of 0."""
+    flags = {flag for flag in variant.flags if flag.startswith(("packed", "sink"))} | ({"alibi"} if slopes else set())
+    sums = variant._replace(family="bwd_sum", head_dim=0, head_dim_v=0, flags=tuple(sorted(flags)), config=_BY_WARPS)
+    return sums, _blocks_of(sums, slopes + sinks), "sums over rows, in one order"
 
 
 def _blocks_of(variant: Variant, warps: int) -> int:

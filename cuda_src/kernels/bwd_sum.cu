@@ -16,7 +16,7 @@ __device__ inline double sum_of_rows(const ForwardParams& f, const void* rows, i
     for (int i = threadIdx.x % 32; i < count; i += 32) sum += g[i];
   };
   if (C::kPacked && first_batch == 0 && last_batch == f.batch) {  // of all rows: what lies between sequences is 0
-    add(static_cast<long long>(h) * f.seqlen_q, f.seqlen_q);
+    if (f.batch > 0) add(static_cast<long long>(h) * f.seqlen_q, f.seqlen_q);
   } else {
     for (int b = first_batch; b < last_batch; ++b) {
       const SequenceOf<C> s = sequence_of<C>(f, b);

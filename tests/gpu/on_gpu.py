@@ -24,7 +24,7 @@ from cupyflash.problem import ITEMSIZE
 
 LIBRARIES = ("cupy", "torch")
 TORCH = "PyTorch is not installed; pip install torch"
-host_attention = cupyflash.attention
+host_attention, host_varlen = cupyflash.attention, cupyflash.attention_varlen
 host_backward, host_vjp = cupyflash.attention_backward, cupyflash.attention_vjp
 
 
@@ -75,10 +75,16 @@ class Move:
         order = sorted(range(y.ndim), key=lambda a: -strides[a])
         return flat.transpose(order).copy().transpose(np.argsort(order))
 
-    def attention(self, q: Any, k: Any, v: Any, /, *, out: Any = None, **options: Any) -> Any:
-        arrays = [self.there(x)[0] if isinstance(x, np.ndarray) else x for x in (q, k, v)]
+    def attention(self, *arrays: Any, **options: Any) -> Any:
+        return self.computed(host_attention, arrays, **options)
+
+    def attention_varlen(self, *arrays: Any, **options: Any) -> Any:
+        return self.computed(host_varlen, arrays, **options)
+
+    def computed(self, function: Callable[..., Any], arrays: tuple[Any, ...], *, out: Any = None, **options: Any) -> Any:
+        there = [self.there(x)[0] if isinstance(x, np.ndarray) else x for x in arrays]
         target, memory = self.there(out) if isinstance(out, np.ndarray) else (out, None)
-        result = host_attention(*arrays, out=target, **self.options(options))
+        result = function(*there, out=target, **self.options(options))
         parts = result if isinstance(result, tuple) else (result,)
         if memory is not None:
             assert parts[0] is target

@@ -48,10 +48,10 @@ def kernel(request: pytest.FixtureRequest, on_gpu: Any, monkeypatch: pytest.Monk
         assert plan.forward.cache_info().misses or not calls, "no call was planned anew: they may have run another kernel than this"
 
 
-def seeded(item: Any) -> np.random.Generator:
+def seeded(item: Any, ways: set[str] = WAYS) -> np.random.Generator:
     """The same random numbers for each way of running a case: its references are computed once."""
     name, _, parameters = item.name.rstrip("]").partition("[")
-    case = "-".join(part for part in parameters.split("-") if part not in WAYS)
+    case = "-".join(part for part in parameters.split("-") if part not in ways)
     return np.random.default_rng(zlib.crc32(f"{name}[{case}".encode()))
 
 

@@ -1,0 +1,185 @@
+"""Every test of packed sequences, forward and backward, on the GPU: through CuPy and torch, by the kernels that calls choose, by those of
+sm_80, and by those that take one warp a row. Besides: captured graphs whose offsets change, and arrays of more than 2^31 elements."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
+
+import test_known_failures_varlen  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_varlen, host_vjp, nan_memory, only  # noqa: E402
+from test_known_failures_varlen import *  # noqa: E402, F403
+from test_same_as_host import seeded as seeded_of_ways  # noqa: E402
+from test_varlen import *  # noqa: E402, F403
+
+import cupyflash  # noqa: E402
+from cupyflash import UnsupportedError, device, launch, plan, variants  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+_OLDER = ("fwd_sm80", "fwd_simple", "bwd_sm80", "bwd_simple")
+KERNELS = {
+    "chosen": (variants.FORWARD, variants.BACKWARD),
+    "sm80": tuple(tuple(row for row in table if row.family in _OLDER) for table in (variants.FORWARD, variants.BACKWARD)),
+    "simple": (variants.FORWARD[-1:], variants.BACKWARD[-1:]),
+}
+WAYS = {*LIBRARIES, *KERNELS}
+
+
+def seeded(item: Any) -> np.random.Generator:
+    return seeded_of_ways(item, WAYS)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return seeded(request.node)
+
+
+@contextlib.contextmanager
+def tables(name: str) -> Iterator[None]:
+    forward, backward = KERNELS[name]
+    with only(*forward), only(*backward, table="BACKWARD"):
+        yield
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(test_known_failures_varlen, "same", same_in_the_dtype)
+    with tables(request.param), nan_memory():
+        yield
+
+
+def same_in_the_dtype(result: np.ndarray, expected: np.ndarray, rounding: float = 0) -> None:
+    """A tiled kernel adds up dq in no fixed order, and computes what a NaN has touched again in another one."""
+    room = 2 * test_known_failures_varlen.BOUNDS[result.dtype.name] if result.dtype.itemsize == 2 else max(rounding, 1e-5)
+    np.testing.assert_allclose(result.astype(np.float64), expected.astype(np.float64), rtol=room, atol=room)
+
+
+@pytest.fixture(autouse=True, params=LIBRARIES)
+def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Move]:
+    """The functions of packed sequences compute on the GPU for the length of a test."""
+    move, calls, launches, parameters = Move(request.param), [], [], launch._parameters
+    monkeypatch.setattr(launch, "_parameters", lambda *args: (launches.append(1), parameters(*args))[1])
+
+    def moved(host: Any, there: Any) -> Any:
+        @functools.wraps(host)
+        def call(*arrays: Any, **options: Any) -> Any:
+            result = there(*arrays, **options)
+            calls.append(1)
+            return result
+
+        return call
+
+    monkeypatch.setattr(cupyflash, "attention_varlen", moved(host_varlen, move.attention_varlen))
+    monkeypatch.setattr(cupyflash, "attention_backward", moved(host_backward, move.attention_backward))
+    monkeypatch.setattr(cupyflash, "attention_vjp", moved(host_vjp, move.attention_vjp))
+    yield move
+    assert launches or not calls, "no call launched anything: they may have run on the host"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Compile what the tests here will launch; which kernels is learnt by running each test once on the host."""
+    problems: dict[str, dict[Any, None]] = {"forward": {}, "backward": {}}
+
+    def noting(name: str, choose: Any) -> Any:
+        return lambda problem, spec: (problems[name].setdefault(problem), choose(problem, spec))[1]
+
+    with tables("chosen"), pytest.MonkeyPatch.context() as patch:
+        for name in problems:
+            patch.setattr(plan, name, noting(name, getattr(plan, name)))
+        for item in request.session.items:
+            ways = item.callspec.params if item.path == request.path else {}
+            if (ways.get("on_gpu"), ways.get("kernel")) == ("cupy", "chosen") and item.obj.__module__ != __name__:
+                wanted = inspect.signature(item.obj).parameters
+                given = {name: value for name, value in (ways | {"rng": seeded(item)}).items() if name in wanted}
+                with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
+                    item.obj(**given)
+    found = set()
+    for way in KERNELS:
+        with tables(way):
+            for name, asked in problems.items():
+                for problem in asked:
+                    with contextlib.suppress(UnsupportedError):
+                        found |= {step.variant for step in getattr(plan, name)(problem, device.query(0)).steps}
+    compile_ahead(found)
+
+
+def test_a_replayed_graph_reads_new_offsets(on_gpu: Move, rng: np.random.Generator) -> None:
+    """Offsets and inputs change in the buffers of a captured forward and backward: replays give what fresh calls give."""
+    tokens, mixes = 600, [[0, 100, 350, 350, 600], [0, 0, 7, 599, 600], [5, 5, 5, 300, 500]]
+    host = [rng.standard_normal((tokens, 4, 64)).astype(np.float16) for _ in range(4)]
+    q, k, v, dout = on_gpu(*host)
+    (cu,) = on_gpu(np.array(mixes[0], np.int32))
+
+    def call() -> list[Any]:
+        out, lse, _ = host_varlen(q, k, v, cu, causal=True, return_lse=True)
+        grads = host_backward(dout, q, k, v, out, lse, causal=True, cu_seqlens_q=cu, deterministic=True)
+        return [out, lse, *grads[:3]]
+
+    call()  # compiles
+    if on_gpu.library == "torch":
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
+        replay = graph.replay
+    else:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            results = call()
+            graph = stream.end_capture()
+
+        def replay() -> None:
+            graph.launch(stream)
+            stream.synchronize()
+
+    for mix in mixes:
+        new = on_gpu(*(rng.standard_normal(x.shape).astype(x.dtype) for x in host), np.array(mix, np.int32))
+        for old, x in zip((q, k, v, dout, cu), new, strict=True):
+            old[...] = x
+        cupy.cuda.runtime.deviceSynchronize()
+        replay()
+        cupy.cuda.runtime.deviceSynchronize()
+        for replayed, fresh in zip(results, call(), strict=True):
+            assert on_gpu.back(replayed).tobytes() == on_gpu.back(fresh).tobytes(), mix
+
+
+def test_more_than_2_to_31_elements(on_gpu: Move, request: pytest.FixtureRequest) -> None:
+    """KF-065: the last sequence of an array of 2^31 elements and some, forward and backward."""
+    if request.node.callspec.params["kernel"] == "simple":
+        pytest.skip("one warp a row would take minutes for so many rows")
+    heads, d = 16, 64
+    tokens = (1 << 31) // (heads * d) + 1000
+    make = cupy.zeros if on_gpu.library == "cupy" else None
+    if make is None:
+        import torch
+
+        big = [torch.zeros((tokens, heads, d), dtype=torch.float16, device="cuda") for _ in range(4)]
+    else:
+        big = [make((tokens, heads, d), np.float16) for _ in range(4)]
+    small = [np.random.default_rng(n).standard_normal((300, heads, d)).astype(np.float16) for n in range(4)]
+    for x, values in zip(big, on_gpu(*small), strict=True):
+        x[-300:] = values
+    (cu,) = on_gpu(np.array([0, 10, tokens - 300, tokens], np.int32))
+    q, k, v, dout = big
+    options = {"window_size": (40, 0)}  # of the long sequence before it little is to be computed
+    out, lse, _ = host_varlen(q, k, v, cu, return_lse=True, **options)
+    grads = host_backward(dout, q, k, v, out, lse, cu_seqlens_q=cu, **options)
+    alone, pullback = host_vjp(*on_gpu(*small[:3]), cu_seqlens_q=on_gpu(np.array([0, 300], np.int32))[0], **options)
+    expected = pullback(on_gpu(small[3])[0])
+    for got, want in ((out, alone), *zip(grads[:3], expected[:3], strict=True)):
+        same_in_the_dtype(on_gpu.back(got[-300:]), on_gpu.back(want))
