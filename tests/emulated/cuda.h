@@ -2,6 +2,10 @@
 //
 // The threads of a block are fibers that run in turn until they wait for others. So everything happens in one order, the same each time;
 // blocks run one after another. When all threads that are left wait, the block can never end: that is reported as a deadlock.
+//
+// What a GPU queues is done at once, or as late as can be: a copy into shared memory when nobody comes further without it (kLateLoads), so
+// that what is read too soon shows; or products, and copies from shared memory, when nobody comes further but those who wait for them
+// (kLateReads), so that what is overwritten too soon does. With either, warpgroups pause by chance, the same each time.
 #pragma once
 
 #include <setjmp.h>
@@ -45,6 +49,8 @@ struct Fiber {
   jmp_buf place;
   Index thread;
   bool begun = false, done = false;
+  std::vector<std::function<void()>> stores;                 // copies from shared memory, queued
+  std::vector<std::vector<std::function<void()>>> products;  // groups of products, queued; the last one is open
 };
 inline std::vector<Fiber> fibers;
 inline Fiber* current;
@@ -64,9 +70,17 @@ inline void resume(Fiber& fiber) {
 inline void pause_fiber() {
   if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
 }
-inline long progress;                       // how often somebody came further
-inline std::string waits_for;               // what the last one that waited waits for
-alignas(1024) inline char smem[228 << 10];  // of the block; shared addresses are offsets from here
+enum Order { kAtOnce, kLateLoads, kLateReads };
+inline Order order;
+struct Slow {
+  int waiting;  // for nobody to come further
+  long quiet;   // how often that was
+};
+inline Slow products, stores;                      // stores are the slower ones
+inline std::vector<std::function<void()>> copies;  // into shared memory, on their way
+inline long progress;                              // how often somebody came further
+inline std::string waits_for;                      // what the last one that waited waits for
+alignas(1024) inline char smem[228 << 10];         // of the block; shared addresses are offsets from here
 
 // What a kernel does that would hang or fault on a GPU.
 struct Failure {
@@ -132,6 +146,29 @@ T of_lane(T x, int lane) {
   return x;
 }
 
+// Does something now, or later where that is the order.
+template <class Work>
+void queue(Order late, std::vector<std::function<void()>>& work, Work what) {
+  if (order == late) {
+    work.emplace_back(what);
+  } else {
+    what();
+  }
+}
+// Waits until nobody comes further, as somebody slow would.
+inline void be_slow(Slow& kind) {
+  if (order != kLateReads) return;
+  const long before = kind.quiet;
+  ++kind.waiting;
+  wait_until([&] { return kind.quiet != before; }, "its turn");
+  --kind.waiting;
+}
+inline void finish(std::vector<std::function<void()>>& work) {
+  std::vector<std::function<void()>> now;
+  now.swap(work);
+  for (auto& what : now) what();
+}
+
 // Runs `kernel` on each thread of each block; returns what went wrong, or "".
 template <class Kernel>
 std::string run(int blocks, int threads, Kernel kernel) {
@@ -149,6 +186,8 @@ std::string run(int blocks, int threads, Kernel kernel) {
     std::fill(std::begin(warps), std::end(warps), Barrier{});
     named.clear();
     phases.clear();
+    copies.clear();
+    products = stores = {};
     std::memset(smem, 0xff, sizeof smem);  // NaN
     fibers.assign(threads, Fiber{});
     for (int t = 0; t < threads; ++t) {
@@ -163,6 +202,7 @@ std::string run(int blocks, int threads, Kernel kernel) {
           +[] {
             try {
               body();
+              finish(current->stores);
             } catch (const Failure& e) {
               failure = e.what;
             }
@@ -172,15 +212,34 @@ std::string run(int blocks, int threads, Kernel kernel) {
           },
           0);
     }
-    for (int left = threads; left > 0 && failure.empty();) {
+    unsigned chance = 12345u + b, paused = 0;  // a bit for each warpgroup
+    int round = 0;
+    for (int left = threads; left > 0 && failure.empty(); ++round) {
       const long before = progress;
+      if (order != kAtOnce && round % 16 == 0) paused = (chance = chance * 1664525u + 1013904223u) >> 24;
       left = 0;
       for (Fiber& fiber : fibers) {
         if (fiber.done || !failure.empty()) continue;
+        ++left;
+        if (paused >> fiber.thread.x / 128 & 1) continue;
         resume(fiber);
-        left += !fiber.done;
+        left -= fiber.done;
       }
-      if (left > 0 && progress == before)
+      if (left > 0 && progress == before && paused != 0) {
+        paused = 0;
+        round = 0;
+        continue;
+      }
+      if (left > 0 && progress == before && !copies.empty()) {
+        const auto copy = copies.front();
+        copies.erase(copies.begin());
+        copy();
+        ++progress;
+      } else if (left > 0 && progress == before && failure.empty() && products.waiting + stores.waiting > 0) {
+        ++(products.waiting > 0 ? products : stores).quiet;
+        ++progress;
+      }
+      if (left > 0 && progress == before && failure.empty())
         failure = "deadlock: " + std::to_string(left) + " threads of block " + std::to_string(b) + " wait, one for " + waits_for;
     }
   }

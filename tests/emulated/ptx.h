@@ -1,8 +1,8 @@
 // ptx.h: the functions of cuda_src/primitives/ptx.cuh, and the warpgroup products that jit.py generates, on the CPU.
 //
-// Copies and products are done at once, where a GPU queues them: what is read before it may be, or overwritten while it is still read, is
-// not found here, and neither is what memory fences are for. Everything else is: addresses, layouts, swizzles, descriptors, who waits for
-// whom. The layouts are those of the PTX ISA 8.x, sections on mma.m16n8k16, ldmatrix, wgmma and 128-byte swizzle.
+// Copies by cp.async are done at once, those by the accelerator and products at once or late (cuda.h). What memory fences are for is not
+// found here. Everything else is: addresses, layouts, swizzles, descriptors, who waits for whom. The layouts are those of the PTX ISA 8.x,
+// sections on mma.m16n8k16, ldmatrix, wgmma and 128-byte swizzle.
 namespace cupyflash {
 
 // --- numbers ---------------------------------------------------------------------------------------------------------------------------
@@ -183,35 +183,62 @@ void for_box(unsigned smem, const BoxMap& map, int x, int y, int z, int w, Move 
 inline void prefetch_map(const void*) {}
 inline void tma_prefetch(const void*, int, int, int, int) {}
 inline void tma_load(unsigned smem, const void* map, unsigned barrier, int x, int y, int z, int w) {
-  const auto& box = *static_cast<const BoxMap*>(map);
-  for_box(smem, box, x, y, z, w, [](char* shared, const char* global) {
-    if (global) {
-      std::memcpy(shared, global, 2);
-    } else {
-      std::memset(shared, 0, 2);
-    }
+  emulated::queue(emulated::kLateLoads, emulated::copies, [=] {
+    const auto& box = *static_cast<const BoxMap*>(map);
+    for_box(smem, box, x, y, z, w, [](char* shared, const char* global) {
+      if (global) {
+        std::memcpy(shared, global, 2);
+      } else {
+        std::memset(shared, 0, 2);
+      }
+    });
+    auto& b = phase_barrier(barrier);
+    b.bytes -= box.rows * 128;
+    b.advance();
   });
-  auto& b = phase_barrier(barrier);
-  b.bytes -= box.rows * 128;
-  b.advance();
 }
 inline void tma_store(unsigned smem, const void* map, int x, int y, int z, int w) {
-  for_box(smem, *static_cast<const BoxMap*>(map), x, y, z, w, [](const char* shared, char* global) {
-    if (global) std::memcpy(global, shared, 2);
+  emulated::queue(emulated::kLateReads, emulated::current->stores, [=] {
+    for_box(smem, *static_cast<const BoxMap*>(map), x, y, z, w, [](const char* shared, char* global) {
+      if (global) std::memcpy(global, shared, 2);
+    });
   });
 }
 inline void bulk_add(float* global, unsigned shared, int num_bytes) {
-  const auto* x = reinterpret_cast<const float*>(emulated::smem + shared);
-  for (int n = 0; n < num_bytes / 4; ++n) global[n] += x[n];
+  emulated::queue(emulated::kLateReads, emulated::current->stores, [=] {
+    const auto* x = reinterpret_cast<const float*>(emulated::smem + shared);
+    for (int n = 0; n < num_bytes / 4; ++n) global[n] += x[n];
+  });
 }
 inline void bulk_commit() {}
-inline void bulk_wait_read() {}
-inline void bulk_wait() {}
+inline void bulk_wait_read() {
+  if (!emulated::current->stores.empty()) emulated::be_slow(emulated::stores);
+  emulated::finish(emulated::current->stores);
+}
+inline void bulk_wait() { bulk_wait_read(); }
 inline void fence_async_proxy() {}
+
+// Products of the thread, in groups.
+inline std::vector<std::function<void()>>& open_group() {
+  auto& groups = emulated::current->products;
+  if (groups.empty()) groups.emplace_back();
+  return groups.back();
+}
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void wgmma_commit() {
+  open_group();
+  emulated::current->products.emplace_back();
+}
 template <int kPending>
-void wgmma_wait() {}
+void wgmma_wait() {
+  auto& groups = emulated::current->products;
+  if (groups.size() > kPending + 1) emulated::be_slow(emulated::products);
+  while (groups.size() > kPending + 1) {
+    auto oldest = groups.front();
+    groups.erase(groups.begin());
+    emulated::finish(oldest);
+  }
+}
 
 // An element of a matrix that a descriptor names: row by row with its columns along the reduction, or, transposed, with its rows along it
 // and panels of 64 columns.
@@ -248,21 +275,27 @@ void rows_in_memory(unsigned long long matrix, float (&rows)[2][16], Element e) 
 }
 template <int kTiles, class Element>
 void wgmma_ss(float (&d)[kTiles][4], unsigned long long a, unsigned long long b, int accumulate, Element e) {
-  float rows[2][16];
-  rows_in_memory(a, rows, e);
-  multiply_rows(d, rows, [&](int k, int n) { return element_of(b, n, k, e); }, accumulate);
+  emulated::queue(emulated::kLateReads, open_group(), [=, &d] {
+    float rows[2][16];
+    rows_in_memory(a, rows, e);
+    multiply_rows(d, rows, [&](int k, int n) { return element_of(b, n, k, e); }, accumulate);
+  });
 }
 template <int kTiles, class Element>
 void wgmma_ss_t(float (&d)[kTiles][4], unsigned long long a, unsigned long long b, int accumulate, Element e) {
-  float rows[2][16];
-  rows_in_memory(a, rows, e);
-  multiply_rows(d, rows, [&](int k, int n) { return element_of_panels(b, k, n, e); }, accumulate);
+  emulated::queue(emulated::kLateReads, open_group(), [=, &d] {
+    float rows[2][16];
+    rows_in_memory(a, rows, e);
+    multiply_rows(d, rows, [&](int k, int n) { return element_of_panels(b, k, n, e); }, accumulate);
+  });
 }
 template <int kTiles, class Element>
 void wgmma_rs(float (&d)[kTiles][4], const unsigned (&a)[4], unsigned long long b, int accumulate, Element e) {
-  float rows[2][16];
-  left_rows(a, rows, e);
-  multiply_rows(d, rows, [&](int k, int n) { return element_of_panels(b, k, n, e); }, accumulate);
+  emulated::queue(emulated::kLateReads, open_group(), [=, &d, &a] {
+    float rows[2][16];
+    left_rows(a, rows, e);
+    multiply_rows(d, rows, [&](int k, int n) { return element_of_panels(b, k, n, e); }, accumulate);
+  });
 }
 
 }  // namespace cupyflash

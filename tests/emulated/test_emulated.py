@@ -66,8 +66,8 @@ def arch_of(row: Row) -> str:
 
 
 def lengths(m: int, n: int) -> list[tuple[int, int]]:
-    """(Sq, Sk) around the edges of tiles of m rows and n keys."""
-    return [(1, n + 1), (m - 1, n - 1), (m, n), (m + 1, PRIME), (PRIME, 1)]
+    """(Sq, Sk) around the edges of tiles of m rows and n keys, and enough of them that buffers are used again."""
+    return [(1, n + 1), (m - 1, n - 1), (m, n), (m + 1, PRIME), (PRIME, 1), (4 * m + 1, n), (m, 6 * n + 1)]
 
 
 def inputs(rng: np.random.Generator, dtype: str, sq: int, sk: int, d: int, dv: int) -> list[Any]:
