@@ -2,7 +2,7 @@
 
 `emulated()` makes `cupyflash.attention` and `attention_backward` compute NumPy arrays so: checked, planned and packed as for a GPU, and
 then run by a loop over threads. It shows on any machine whether kernels read and write the right places, and wait for the right things;
-it knows nothing of speed, and nothing of what is asynchronous on a GPU (ptx.h says what that leaves out).
+it knows nothing of speed, nor of memory fences (ptx.h).
 """
 
 from __future__ import annotations

@@ -273,21 +273,21 @@ void rows_in_memory(unsigned long long matrix, float (&rows)[2][16], Element e) 
     for (int k = 0; k < 16; ++k) rows[r][k] = element_of(matrix, row + 8 * r, k, e);
   }
 }
-template <int kTiles, class Element>
-void wgmma_ss(float (&d)[kTiles][4], unsigned long long a, unsigned long long b, int accumulate, Element e) {
+template <int kTiles, class Element, class Right>
+void wgmma_in_memory(float (&d)[kTiles][4], unsigned long long a, int accumulate, Element e, Right right) {
   emulated::queue(emulated::kLateReads, open_group(), [=, &d] {
     float rows[2][16];
     rows_in_memory(a, rows, e);
-    multiply_rows(d, rows, [&](int k, int n) { return element_of(b, n, k, e); }, accumulate);
+    multiply_rows(d, rows, right, accumulate);
   });
 }
 template <int kTiles, class Element>
+void wgmma_ss(float (&d)[kTiles][4], unsigned long long a, unsigned long long b, int accumulate, Element e) {
+  wgmma_in_memory(d, a, accumulate, e, [=](int k, int n) { return element_of(b, n, k, e); });
+}
+template <int kTiles, class Element>
 void wgmma_ss_t(float (&d)[kTiles][4], unsigned long long a, unsigned long long b, int accumulate, Element e) {
-  emulated::queue(emulated::kLateReads, open_group(), [=, &d] {
-    float rows[2][16];
-    rows_in_memory(a, rows, e);
-    multiply_rows(d, rows, [&](int k, int n) { return element_of_panels(b, k, n, e); }, accumulate);
-  });
+  wgmma_in_memory(d, a, accumulate, e, [=](int k, int n) { return element_of_panels(b, k, n, e); });
 }
 template <int kTiles, class Element>
 void wgmma_rs(float (&d)[kTiles][4], const unsigned (&a)[4], unsigned long long b, int accumulate, Element e) {
