@@ -130,7 +130,7 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
   if (p.dq_sum) zero_sums<C>(p, b, h, row);
   if (C::kPacked && row >= f.seqlen_q) return;  // there are more sums than rows
 
-  // Packed: rows of all sequences, of which those that are not used have an LSE of -inf.
+  // Packed: rows of all sequences, used or not.
   const int used = C::kPacked ? f.seqlen_q : sequence_of<C>(f, b).used_q;
   Acc rDot[L::kPasses] = {};
   dot_rows<C>(p, b, h, first, used, rDot);
@@ -139,7 +139,10 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
   for (int m = 1; m < L::kPasses; ++m) delta = pass == m ? rDot[m] : delta;
 
   if (!writes) return;
-  const bool empty = i >= used || lse == -infinity(Acc());
+  bool empty = i >= used || lse == -infinity(Acc());
+  if constexpr (C::kPacked && C::kSink) {  // bwd_sum adds up whole heads; no other kernel reads what rows that are not used leave
+    if (p.dsink && !empty) empty = !is_used_row<C>(f, i);
+  }
   write_row<C>(p, b, h, i, empty ? infinity(Acc()) : lse, empty ? Acc(0) : delta - dlse, empty);
 }
 

@@ -90,6 +90,13 @@ __device__ inline int sequence_at(const int* offsets, long long stride, int batc
   return low;
 }
 
+// Whether a row of a packed array is one that its sequence uses.
+template <class C>
+__device__ inline bool is_used_row(const ForwardParams& p, int row) {
+  const SequenceOf<C> s = sequence_of<C>(p, sequence_at(p.cu_seqlens_q, p.cu_seqlens_q_stride, p.batch, row));
+  return row - s.first_q < s.used_q;
+}
+
 // The keys [first, last) that some row of [row, row_end) may see by causal, window and length.
 struct KeyRange {
   int first, last;

@@ -164,17 +164,20 @@ def packed_agrees(row: Row, backward_row: Row, dtype: str, options: dict[str, An
     parts = [(slice(begin, begin + m), slice(begin, begin + n)) for begin, m, n in zip(OFFSETS[:-1], *used, strict=True)]
     expected, standard = ([np.zeros(x.shape, np.float64) for x in (dout, q, k, v)] for _ in range(2))
     lse, standard_lse = (np.full((2, TOKENS), -np.inf) for _ in range(2))
+    sums = [{name: np.zeros(2) for name in {"sink"} & set(options)} for _ in range(2)]
     for rows, keys in parts:
         if rows.start == rows.stop or keys.start == keys.stop:
             continue
         arrays = [x[None, part] for x, part in ((q, rows), (k, keys), (v, keys))]
         given = {name: x for name, x in options.items() if not name.startswith("seqused")}
-        for found, dt in ((expected, np.float64), (standard, q.dtype)):
+        for found, of_heads, dt in ((expected, sums[0], np.float64), (standard, sums[1], q.dtype)):
             cast = [x.astype(dt) for x in arrays]
             out, row_lse = standard_attention(*cast, dtype=dt, **given)
             grads = standard_gradients(dout[None, rows].astype(dt), *cast, dtype=dt, **given)
             for total, part, x in zip(found, (rows, rows, keys, keys), (out, *(grads[name] for name in "qkv")), strict=True):
                 total[part] = x[0]
+            for given_name, total in of_heads.items():
+                total += grads[given_name]
             (lse if dt is np.float64 else standard_lse)[:, rows] = row_lse[0]
     nobodys = [np.ones(TOKENS, bool) for _ in "qk"]
     for rows, keys in parts:
@@ -189,11 +192,15 @@ def packed_agrees(row: Row, backward_row: Row, dtype: str, options: dict[str, An
     judge(got_lse, lse, standard_lse, dtype=q.dtype, name=name, kind="lse")
     out = expected[0].astype(q.dtype)
     out[nobodys[0]] = np.nan
+    lse[:, nobodys[0]] = np.nan
+    how["wrt"] = ("q", "k", "v", *sums[0])
     with emulated(backward_row, arch=arch_of(backward_row), table="BACKWARD"):
         grads = cupyflash.attention_backward(dout, q, k, v, out, lse.astype(np.float32), cu_seqlens_q=OFFSETS, **how, **options)
         assert any(backward_row.family in kernel and "packed" in kernel for kernel in emulator.ran)
     for n, x in enumerate(grads[:3], 1):
         judge(x, expected[n], standard[n], dtype=q.dtype, name=f"{name} d{'qkv'[n - 1]}", kind="gradient")
+    if sums[0]:
+        judge(grads.dsink, sums[0]["sink"], sums[1]["sink"], dtype=q.dtype, name=f"{name} dsink", kind="gradient")
 
 
 def packed_rows() -> list[Any]:
@@ -222,6 +229,7 @@ def test_packed(row: Row, backward_row: Row, dtype: str, rng: np.random.Generato
     if row.options:
         rows = np.array([5, 0, 60, 100, 1], np.int32)
         options = {"window_size": (20, 9), "softcap": 5.0, "seqused_q": rows, "seqused_k": np.minimum(rows + 2, np.diff(OFFSETS))}
+        options["sink"] = np.array([0.5, -1], np.float32)
         packed_agrees(row, backward_row, dtype, options, rng, deterministic=True)
 
 

@@ -40,7 +40,7 @@ class Move:
         """(the array on the GPU, its buffer there); views of one buffer share it there if they are given the same `moved`."""
         moved = {} if moved is None else moved
         base = x
-        while hasattr(base, "base") and base.base is not None and not isinstance(base.base, bytes):
+        while isinstance(base.base, np.ndarray):  # under others lies what is not NumPy's: bytes, or a tensor
             base = base.base
         if id(base) not in moved:
             moved[id(base)] = cupy.asarray(base.ravel(order="K").view(np.uint8)) if base.size else cupy.empty(16, np.uint8)
@@ -95,7 +95,7 @@ class Move:
     def copy_back(self, x: Any, memory: Any) -> None:
         """The buffer under a view, as it is on the GPU now."""
         base = x
-        while base.base is not None:
+        while isinstance(base.base, np.ndarray):
             base = base.base
         base.ravel(order="K").view(np.uint8)[...] = cupy.asnumpy(memory)[: base.nbytes]
 
