@@ -6,8 +6,19 @@
 from typing import TYPE_CHECKING, Any
 
 from cupyflash._version import __version__
-from cupyflash.api import AttentionResult, Report, Support, attention, attention_varlen, merge_states, supports, warmup
+from cupyflash.api import (
+    AttentionResult,
+    Report,
+    Support,
+    attention,
+    attention_varlen,
+    attention_with_kvcache,
+    merge_states,
+    supports,
+    warmup,
+)
 from cupyflash.backward import Gradients, attention_backward, attention_vjp
+from cupyflash.cache import DecodePlan, plan_decode
 from cupyflash.environment import show_config
 from cupyflash.errors import (
     ArgumentError,
@@ -40,6 +51,7 @@ __all__ = [
     "AttentionResult",
     "CompileError",
     "CupyflashError",
+    "DecodePlan",
     "DeviceError",
     "DtypeError",
     "Gradients",
@@ -55,8 +67,10 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_vjp",
+    "attention_with_kvcache",
     "merge_states",
     "pack",
+    "plan_decode",
     "reference",
     "show_config",
     "supports",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from cupyflash import arrays, host, jit, launch, params, plan
+from cupyflash import arrays, cache, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView, Kind
 from cupyflash.device import HOST_SPEC, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
@@ -178,6 +178,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    page_table: Any = None,
     causal: Causal = False,
     window_size: Window | None = None,
     softmax_scale: float | None = None,
@@ -206,6 +207,9 @@ def attention_varlen(
         host, so a captured CUDA graph may have other ones in each replay. Offsets that decrease, or lie outside of 0 to T, are clamped:
         begin to [0, T], end to [begin, T]; with CUPYFLASH_DEBUG=check a warning of the host path says so.
     max_seqlen_q, max_seqlen_k : the longest sequence, if known: helps to choose a kernel. Too small a number costs time, not correctness.
+    page_table : (B, max_pages), int32: k and v then are pages (num_pages, page_size, Hkv, D), of q's dtype, and key j of sequence b is
+        ``k[page_table[b, j // page_size], j % page_size]``. How many keys a sequence has say cu_seqlens_k, of which only the differences
+        count, or seqused_k, or the lesser of both; one must be given. `attention_with_kvcache` says more of pages. Host memory so far.
     causal, window_size : as in `attention`, around the diagonal of each sequence, with offset = its keys - its rows (used ones, where
         given); "top_left" is offset = 0.
     softmax_scale, softcap : as in `attention`.
@@ -240,6 +244,24 @@ def attention_varlen(
     >>> bool(np.allclose(out[3:], alone, atol=1e-6))
     True
     """
+    if page_table is not None:
+        if seqused_k is None and cu_seqlens_k is None:
+            raise ArgumentError("page_table= was given without seqused_k= or cu_seqlens_k=, which say how many keys each sequence has")
+        paged = {"q": q, "k": k, "v": v, "out": out, "alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q}
+        paged |= {"seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "page_table": page_table}
+        result, lse = cache.attention(
+            paged,
+            stream=stream,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            window_size=tuple(window_size) if isinstance(window_size, list) else window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            out_dtype=None if out_dtype is None else arrays.dtype_name(out_dtype),
+            return_lse=return_lse,
+        )
+        return AttentionResult(result, lse) if return_lse else result
     every = (q, k, v, out, None, None, alibi_slopes, sink, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k)
     named = zip(_NAMES, every, strict=True)
     given: Any = [None if x is None and name not in ("q", "k", "v", "cu_seqlens_q") else arrays.read(x, name, stream) for name, x in named]
@@ -257,6 +279,139 @@ def attention_varlen(
         return call.compute(q_, k_, v_, rest, out)
     with arrays.on_stream(stream, [*arrays.located(call.views, given).values()]), launch.on_device(call.device_id):
         return call.compute(q_, k_, v_, rest, out)
+
+
+@names_foreign_keywords
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    /,
+    *,
+    cache_seqlens: Any,
+    k_new: Any = None,
+    v_new: Any = None,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Any = None,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
+    causal: Causal = True,
+    window_size: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    mask: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    kv_layout: str = "nhd",
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    plan: Any = None,
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Exact attention of new queries over keys that are kept in a cache, to which the new tokens are appended first, in place.
+
+    For each sequence: rotary embedding turns its queries and new keys, the new keys and values are written behind the `cache_seqlens` that
+    the cache holds, and the queries attend over all of them, in the order of operations of `attention`. Lengths stay where the arrays
+    are. Pages are those of PagedAttention (Kwon et al., arXiv 2309.06180), splits those of Flash-Decoding (Dao et al. 2023). Arrays in host
+    memory so far.
+
+    Parameters
+    ----------
+    q : (B, Sq, Hq, D), or packed (Tq, Hq, D) with cu_seqlens_q. Libraries, dtypes and strides as in `attention`.
+    k_cache, v_cache : (B, Sc, Hkv, D) and (B, Sc, Hkv, Dv), or with page_table (num_pages, page_size, Hkv, D) and (num_pages, page_size,
+        Hkv, Dv), page_size at least 1; with kv_layout="hnd" the two middle axes change places. Of q's dtype, or float8_e4m3fn or int8.
+        Views into one array are fine. D is 1 to 576 and Dv 1 to 512: ``v_cache = k_cache[..., :512]`` serves DeepSeek's latent attention.
+    cache_seqlens : (B,), int32: how many slots of each sequence are in use **before** this call; new tokens take those behind them, and
+        sequence b then has ``cache_seqlens[b] + Sn`` keys. (So it is in FlashAttention-2 and -3, too. vLLM and SGLang count the new ones:
+        pass theirs if the cache holds the new tokens already, and no k_new.) The array is not changed.
+    k_new, v_new : (B, Sn, Hkv, D) and (B, Sn, Hkv, Dv), packed (Tq, Hkv, D) and (Tq, Hkv, Dv) with the offsets of q; of q's dtype. Tokens
+        to append; those past the end of the cache, or of the row of page_table, are dropped and never written elsewhere.
+    page_table : (B, max_pages), int32: slot j of sequence b is ``k_cache[page_table[b, j // page_size], j % page_size]``. Entries past a
+        sequence's length are never read. Sequences may share pages, as of a common prefix, but for those they append to.
+    cache_batch_idx : (B,), int32: sequence b is entry cache_batch_idx[b] of a cache of any batch; not with page_table.
+    cache_leftpad : (B,), int32: slots at the beginning of each sequence that hold no key; at most cache_seqlens, which counts them.
+    rotary_cos, rotary_sin : (positions, rotary_dim / 2), float32 or q's dtype: rotary embedding (Su et al., arXiv 2104.09864) of the first
+        rotary_dim elements of each query and new key; keys in the cache have had theirs.
+    rotary_interleaved : pairs are neighbours (GPT-J), elements 2i and 2i + 1; else halves (GPT-NeoX), elements i and i + rotary_dim / 2.
+    rotary_positions : (B,), int32: the position of the first query of each sequence; default the slot on its diagonal, which is
+        ``cache_seqlens + Sn - Sq``. New keys stand so that the last one has the position of the last query.
+    cu_seqlens_q, max_seqlen_q : as in `attention_varlen`.
+    causal, window_size : as in `attention`, but causal by default, around the diagonal of each sequence, with offset = its keys, new ones
+        too and without leftpad, - its queries: the last query sees the last key.
+    softmax_scale, softcap, sink : as in `attention`. alibi_slopes : as in `attention_varlen`.
+    mask : bool, True where a query may attend, broadcastable to (B, Hq, Sq, slots): slots is Sc or ``max_pages * page_size``. Not packed.
+    k_descale, v_descale : a float, or float32 of shape (), (Hkv,) or (B, Hkv): what numbers of a float8_e4m3fn or int8 cache are to be
+        multiplied by, default 1. New tokens are divided by it and rounded to nearest even, those too large to the largest.
+    kv_layout : "nhd" or "hnd". Strides only, no copy.
+    num_splits, split_size : into how many parts keys are split, or how many keys a part has; None leaves it to cupyflash. With split_size
+        the result of a sequence has the same bits whatever else is in the batch. In host memory nothing is split.
+    plan : of `plan_decode`, made for such calls.
+    out, return_lse, stream : as in `attention`.
+
+    Returns
+    -------
+    out : (B, Sq, Hq, Dv) or (Tq, Hq, Dv), in q's library and dtype, stored in q's axis order where q is dense. Or, with return_lse,
+    AttentionResult(out, lse, max_logits=None) : lse is (B, Hq, Sq) or (Hq, Tq), natural log; float32, float64 for float64 inputs.
+
+    A row that sees no key gives out 0 and lse -inf (with a sink: lse = sink). What lies in slots that no row sees, NaN included, never
+    enters a result. Clamped are lengths past the slots there are, positions past rotary_cos and, where a sequence uses them, entries of
+    page_table and cache_batch_idx outside of the cache; nothing is written through such an entry. With CUPYFLASH_DEBUG=check a warning of
+    the host path says so.
+
+    Raises
+    ------
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`, before anything is written. Arrays in GPU memory
+    have no kernel for this yet and are an UnsupportedError.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyflash
+    >>> rng = np.random.default_rng(0)
+    >>> k_cache, v_cache = np.zeros((2, 6, 16, 2, 64), np.float32)   # six pages of 16 slots
+    >>> page_table = np.array([[4, 0, 1], [2, 5, 3]], np.int32)
+    >>> lengths = np.array([0, 0], np.int32)
+    >>> for new in (20, 1, 1):                                       # a prompt, then token by token
+    ...     q, k, v = (rng.standard_normal((2, new, heads, 64), dtype=np.float32) for heads in (8, 2, 2))
+    ...     out = cupyflash.attention_with_kvcache(
+    ...         q, k_cache, v_cache, cache_seqlens=lengths, k_new=k, v_new=v, page_table=page_table
+    ...     )
+    ...     lengths += new
+    >>> out.shape, lengths
+    ((2, 1, 8, 64), array([22, 22], dtype=int32))
+    >>> bool((k_cache[3] == 0).all())                                # nobody has come so far
+    True
+    """
+    if cu_seqlens_q is not None:
+        refuse_unpacked(mask=mask)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out, "mask": mask, "alibi_slopes": alibi_slopes, "sink": sink}
+    given |= {"cu_seqlens_q": cu_seqlens_q, "cache_seqlens": cache_seqlens, "k_new": k_new, "v_new": v_new, "page_table": page_table}
+    given |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    given |= {"rotary_positions": rotary_positions, "k_descale": k_descale, "v_descale": v_descale}
+    result, lse = cache.attention(
+        given,
+        stream=stream,
+        decode_plan=plan,
+        kv_layout=kv_layout,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        split_size=split_size,
+        max_seqlen_q=max_seqlen_q,
+        causal=causal,
+        window_size=tuple(window_size) if isinstance(window_size, list) else window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
+    return AttentionResult(result, lse) if return_lse else result
 
 
 _NAMES = Operands._fields

@@ -322,7 +322,9 @@ def _numpy_dtype(name: str) -> Any:
 # --- one call's arrays belong together -----------------------------------------------------------------------------------------------
 
 # Small vectors that a caller of any library may hold as NumPy arrays.
-VECTORS = frozenset({"alibi_slopes", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k"})
+VECTORS = frozenset({"alibi_slopes", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k"}) | {
+    *("page_table", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "rotary_positions", "k_descale", "v_descale")
+}
 
 
 def check_together(views: dict[str, ArrayView]) -> None:
@@ -414,9 +416,13 @@ def _shadow(view: ArrayView) -> Any:
     return np.asarray(_Shadow({"version": 3, "data": (view.ptr, True), "shape": view.shape, "strides": strides, "typestr": f"|V{size}"}))
 
 
+# dtypes that NumPy has from ml_dtypes alone, as the bits that the host path computes on.
+_BITS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float8_e4m3fn": np.dtype(np.uint8)}
+
+
 @functools.cache
 def _itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    return (_BITS.get(dtype) or np.dtype(dtype)).itemsize
 
 
 # --- results ---------------------------------------------------------------------------------------------------------------------------
@@ -549,14 +555,14 @@ def _check_jax_dtype(dtype: str) -> None:
 
 
 def on_host(view: ArrayView) -> np.ndarray[Any, Any]:
-    """The NumPy array over a host view's memory, with the view's shape and strides; bfloat16 as its bits in uint16."""
+    """The NumPy array over a host view's memory, with the view's shape and strides; bfloat16 and float8_e4m3fn as their bits."""
     base = view.owner
     if view.library == "torch":
         torch = sys.modules["torch"]
         base = base.detach()
-        base = (base.view(torch.int16) if view.dtype == "bfloat16" else base).numpy()
+        base = (base.view({2: torch.int16, 1: torch.uint8}[base.itemsize]) if view.dtype in _BITS else base).numpy()
     base = np.asarray(base)
-    dtype = np.dtype(np.uint16) if view.dtype == "bfloat16" else np.dtype(view.dtype)
+    dtype = _BITS.get(view.dtype) or np.dtype(view.dtype)
     strides = tuple(s * dtype.itemsize for s in view.strides)
     return np.lib.stride_tricks.as_strided(base.view(dtype), view.shape, strides)
 

@@ -45,11 +45,15 @@ _SERIAL = 1 << 20  # below so many scores in all a call takes 2 ms or less, and 
 
 def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None:
     """Fill `a.out` (B, Sq, Hq, Dv) and, unless None, `lse` (B, Hq, Sq); every operand is a NumPy array in the axis order of Operands."""
+    compute_batches(problem, batches(problem, a), a.out, lse)
+
+
+def compute_batches(problem: AttentionProblem, found: list[Batch], out: Array, lse: Array | None, one_blas_thread: bool = False) -> None:
+    """Fill `out`, of which each batch has a part, and `lse`; with `one_blas_thread` a batch gets the same bits whatever the others are."""
     if problem.packed:  # what belongs to no sequence
-        a.out[...] = 0
+        out[...] = 0
         if lse is not None:
             lse[...] = -np.inf
-    found = batches(problem, a)
     jobs = [_Job(batch, tile) for batch in found for tile in _query_tiles(batch)]
 
     def compute(job: _Job) -> None:
@@ -58,7 +62,7 @@ def attention(problem: AttentionProblem, a: Operands, lse: Array | None) -> None
         with np.errstate(all="ignore"):  # inf and NaN of the inputs travel as IEEE says; a warning about them would name no argument
             _one_tile(batch.p, batch.a, batch.heads_of(lse), tile, used_q, used_k)
 
-    with workers(len(jobs), found) as run:
+    with workers(len(jobs), found, one_blas_thread) as run:
         for _ in run(compute, jobs):  # the loop raises what a tile raised
             pass
 
@@ -81,11 +85,11 @@ class Batch(NamedTuple):
 
     def rows_of(self, x: Any) -> Any:
         """What is theirs of an array (B, Sq, ...), packed (1, Tq, ...), as a view; of None, None."""
-        return _cut(x, self.first_row, self.p.batch, self.p.seqlen_q)
+        return self._cut(x, self.first_row, self.p.seqlen_q)
 
     def keys_of(self, x: Any) -> Any:
         """The same of (B, Sk, ...)."""
-        return _cut(x, self.first_key, self.p.batch, self.p.seqlen_k)
+        return self._cut(x, self.first_key, self.p.seqlen_k)
 
     def heads_of(self, x: Any) -> Any:
         """The same of (B, Hq, Sq)."""
@@ -99,17 +103,18 @@ class Batch(NamedTuple):
         q, k, v, out = self.rows_of(a.q), self.keys_of(a.k), self.keys_of(a.v), self.rows_of(a.out)
         return Operands(q, k, v, out, alibi_slopes=self.entries_of(a.alibi_slopes), sink=a.sink)
 
-
-def _cut(x: Any, first: int | None, batch: int, seqlen: int) -> Any:
-    return x if x is None or first is None else x[0, first : first + batch * seqlen].reshape(batch, seqlen, *x.shape[2:])
+    def _cut(self, x: Any, first: int | None, seqlen: int) -> Any:
+        if x is None or first is None:
+            return self.entries_of(x)
+        return x[0, first : first + self.p.batch * seqlen].reshape(self.p.batch, seqlen, *x.shape[2:])
 
 
 def batches(p: AttentionProblem, a: Operands) -> list[Batch]:
     """The sequences of a call."""
-    first_row, rows = _offsets("cu_seqlens_q", a.cu_seqlens_q, p.batch, p.seqlen_q)
-    first_key, keys = _offsets("cu_seqlens_k", a.cu_seqlens_k, p.batch, p.seqlen_k)
-    used_q = _used_lengths("seqused_q", a.seqused_q, rows)
-    used_k = _used_lengths("seqused_k", a.seqused_k, keys)
+    first_row, rows = offsets_of("cu_seqlens_q", a.cu_seqlens_q, p.batch, p.seqlen_q)
+    first_key, keys = offsets_of("cu_seqlens_k", a.cu_seqlens_k, p.batch, p.seqlen_k)
+    used_q: list[int] = used_lengths("seqused_q", a.seqused_q, rows).tolist()
+    used_k: list[int] = used_lengths("seqused_k", a.seqused_k, keys).tolist()
     if not p.packed:
         return [Batch(p, a, used_q, used_k)]
     differs = (np.diff(rows) != 0) | (np.diff(keys) != 0)  # equal ones are side by side, or empty
@@ -131,11 +136,18 @@ J = TypeVar("J", bound=Job)
 
 
 @contextlib.contextmanager
-def workers(jobs: int, found: list[Batch]) -> Iterator[Callable[[Callable[[J], R], Iterable[J]], Iterator[R]]]:
-    """A `map` over jobs whose results come in order: on threads, each with a BLAS of one thread, where a call is long enough for them."""
+def workers(
+    jobs: int, found: list[Batch], one_blas_thread: bool = False
+) -> Iterator[Callable[[Callable[[J], R], Iterable[J]], Iterator[R]]]:
+    """A `map` over jobs whose results come in order: on threads, each with a BLAS of one thread, where a call is long enough for them; in a
+    shorter one BLAS is as it is, unless it must have one thread."""
     threads = min(jobs, _num_cpus(), _MAX_THREADS)
     if threads < 2 or sum(p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k for p, *_ in found) < _SERIAL:
-        yield map
+        with contextlib.ExitStack() as stack:
+            if one_blas_thread:
+                stack.enter_context(_all_cores)
+                stack.enter_context(_one_blas_thread())
+            yield map
         return
 
     def run(compute: Callable[[J], R], jobs: Iterable[J]) -> Iterator[R]:
@@ -359,28 +371,28 @@ def merge(outs: list[Array], lses: list[Array], out: Array, lse: Array, dtype: s
         store(out, merged, dtype)
 
 
-def _used_lengths(name: str, used: Array | None, lengths: Array) -> list[int]:
+def used_lengths(name: str, used: Array | None, lengths: Array) -> Array:
     """How much of each sequence is in use."""
     clamped = lengths if used is None else np.clip(used, 0, lengths)
-    if used is not None and _checks() and (clamped != used).any():
+    if used is not None and checks() and (clamped != used).any():
         most = lengths[0] if (lengths == lengths[0]).all() else lengths.tolist()
         _log.warning("%s holds %s: lengths are clamped to 0 <= length <= %s", name, used.tolist(), most)
-    return cast(list[int], clamped.tolist())
+    return clamped
 
 
-def _offsets(name: str, offsets: Array | None, batch: int, tokens: int) -> tuple[Array, Array]:
+def offsets_of(name: str, offsets: Array | None, batch: int, tokens: int) -> tuple[Array, Array]:
     """Where each sequence begins, and how long it is."""
     if offsets is None:
         return np.zeros(batch, np.int64), np.full(batch, tokens)
     offsets = offsets.astype(np.int64)
     begin = np.clip(offsets[:-1], 0, tokens)
     end = np.clip(offsets[1:], begin, tokens)
-    if _checks() and ((begin != offsets[:-1]) | (end != offsets[1:])).any():
+    if checks() and ((begin != offsets[:-1]) | (end != offsets[1:])).any():
         _log.warning("%s holds %s: offsets are clamped to 0 <= begin <= end <= %d", name, offsets.tolist(), tokens)
     return begin, end - begin
 
 
-def _checks() -> bool:
+def checks() -> bool:
     return "check" in os.environ.get("CUPYFLASH_DEBUG", "").split(",")
 
 

@@ -19,9 +19,9 @@ _SINK = "it is called 'sink', shape (Hq,)"
 _USED = "for padded keys give their lengths as 'seqused_k', or a bool 'mask'"
 _LSE = "it is called 'return_lse'"
 _MASK = "a bool array is 'mask' (True: may attend), a float one to add is 'bias'"
-_PAGED = "paged caches are not built yet"
+_CACHED = "caches are what `cupyflash.attention_with_kvcache` takes, and `cupyflash.attention_varlen` keys in pages"
 _PACKED = "packed sequences are what `cupyflash.attention_varlen` takes"
-_FP8 = "fp8 inputs and their scales are not built yet"
+_FP8 = "fp8 inputs and their scales are not built yet, but for the caches of `cupyflash.attention_with_kvcache`"
 
 FOREIGN = {
     **dict.fromkeys(("scale", "sm_scale", "attn_scale", "logits_scale", "scaling", "qk_scale"), _SCALE),
@@ -37,7 +37,7 @@ FOREIGN = {
     **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_residuals", "need_weights", "softmax_lse"), _LSE),
     **dict.fromkeys(("dropout", "dropout_p", "dropout_rate"), "dropout is not built yet"),
     **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), "functions on scores are not built yet; 'bias' and 'mask' take arrays"),
-    **dict.fromkeys(("block_table", "block_tables", "page_table"), _PAGED),
+    **dict.fromkeys(("block_table", "block_tables", "page_table", "k_new", "v_new", "cache_batch_idx", "cache_leftpad"), _CACHED),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_q", "cu_seq_k"), _PACKED),
     **dict.fromkeys(("qo_indptr", "kv_indptr", "seqstart_q", "seqstart_k"), _PACKED),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "max_q", "max_k"), _PACKED),
@@ -53,6 +53,29 @@ _OFFSETS = {
     **dict.fromkeys(("cu_seqlens_kv", "kv_indptr", "cu_seq_k", "seqstart_k"), "it is called 'cu_seqlens_k', int32 of shape (B + 1,)"),
     **dict.fromkeys(("max_seqlen", "max_q"), "it is called 'max_seqlen_q'"),
     **dict.fromkeys(("max_seqlen_kv", "max_k"), "it is called 'max_seqlen_k'"),
+}
+
+# Where a function takes keys in pages, and where it takes a cache.
+_PAGES = dict.fromkeys(
+    ("block_table", "block_tables", "page_table_k", "kv_page_indices"), "it is called 'page_table', int32 of (B, max_pages)"
+)
+_CACHE = {
+    **dict.fromkeys(("cu_seqlens_q", "qo_indptr"), "it is called 'cu_seqlens_q', int32 of shape (B + 1,)"),
+    **dict.fromkeys(
+        ("seqused_k", "kv_len", "kv_len_arr", "seq_lens", "kv_seq_lengths", "key_value_seq_lengths", "cu_seqlens_k", "kv_indptr"),
+        "it is called 'cache_seqlens', int32 of shape (B,), and does not count the new tokens of the call",
+    ),
+    **dict.fromkeys(("k", "key", "k_append"), "it is called 'k_new'"),
+    **dict.fromkeys(("v", "value", "v_append"), "it is called 'v_new'"),
+    **dict.fromkeys(("rotary_seqlens", "position_ids", "pos_ids"), "it is called 'rotary_positions', the first of each sequence"),
+    **dict.fromkeys(("cos", "sin"), "they are called 'rotary_cos' and 'rotary_sin'"),
+    **dict.fromkeys(("leftpad_k", "leftpad"), "it is called 'cache_leftpad', int32 of shape (B,)"),
+    **dict.fromkeys(("descale_k", "k_scale", "kv_scale"), "it is called 'k_descale', what numbers of the cache are multiplied by"),
+    **dict.fromkeys(("descale_v", "v_scale"), "it is called 'v_descale', what numbers of the cache are multiplied by"),
+    **dict.fromkeys(("layout", "qkv_format", "tensor_layout", "input_layout"), "it is called 'kv_layout': 'nhd' or 'hnd'"),
+    **dict.fromkeys(("bias", "attn_bias"), "scores over a cache take 'mask', 'alibi_slopes' and 'softcap', and no bias"),
+    **dict.fromkeys(("scheduler_metadata", "tile_scheduler_metadata"), "it is called 'plan', of `cupyflash.plan_decode`"),
+    "fixed_split_size": "it is called 'split_size', in keys",
 }
 
 _NO_GRID = "packed sequences have no common Sq x Sk for it; pad them for `cupyflash.attention`"
@@ -107,6 +130,7 @@ def foreign_keyword(function: Callable[..., Any], keywords: Mapping[str, Any]) -
     import difflib
 
     close = difflib.get_close_matches(unknown, known, n=1)
-    meanings = FOREIGN | (_OFFSETS if "cu_seqlens_q" in known else {}) | (_NOT_PACKED if function.__name__ == "attention_varlen" else {})
+    meanings = FOREIGN | (_OFFSETS if "cu_seqlens_q" in known else {}) | (_PAGES if "page_table" in known else {})
+    meanings |= _NOT_PACKED if function.__name__ == "attention_varlen" else _CACHE if "cache_seqlens" in known else {}
     hint = meanings.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
     return ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")

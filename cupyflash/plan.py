@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
-from cupyflash.problem import AttentionProblem, BackwardProblem
+from cupyflash.problem import AttentionProblem, BackwardProblem, CacheProblem
 from cupyflash.variants import (
     BACKWARD,
     FORWARD,
@@ -123,6 +123,28 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         section = _section_of_keys(p, variant.config, device.num_sms)
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
     return Plan(steps, kept, section, tiles, variant.head_dim)
+
+
+# The latent attention of DeepSeek-V3 (arXiv 2412.19437) with its projections absorbed: 512 latent columns, which are the values too, and 64
+# rotated ones.
+_CACHE_HEAD_DIMS = 576, 512
+
+
+@functools.lru_cache(maxsize=4096)
+def cached(problem: CacheProblem, device: DeviceSpec) -> Plan:
+    """The plan of one call over a cache; UnsupportedError on a GPU, which has no kernel for it yet."""
+    p = problem.attention
+    for name, dim, most in zip(("head_dim", "head_dim_v"), (p.head_dim, p.head_dim_v), _CACHE_HEAD_DIMS, strict=True):
+        if dim > most:
+            raise UnsupportedError(f"no kernel for {name} {dim} over a cache: {most} is the largest")
+    if device.arch != "host":
+        raise UnsupportedError(
+            "caches in GPU memory are not served yet: no kernel reads them",
+            ("the same call takes NumPy arrays and torch's on the CPU; `attention_varlen` serves keys that are not in pages",),
+        )
+    variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
+    args = tuple(name for name, used in _buffers(p).items() if used)
+    return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
 
 
 # Below so many rows a packed sequence, dq has a kernel of its own: its sums begin anew every 64 rows of each.

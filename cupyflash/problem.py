@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from cupyflash.errors import ArgumentError, DtypeError, ShapeError
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+QUANTISED = {"float8_e4m3fn": 1, "int8": 1}  # what a cache may be besides
+_BYTES = ITEMSIZE | QUANTISED
 Layout = Literal["bshd", "bhsd", "sbhd"]
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
@@ -128,6 +130,37 @@ class BackwardOperands(NamedTuple):
     dsink: Any = None
 
 
+class CacheProblem(NamedTuple):
+    """All that decides how attention over a cache is computed; hashable as AttentionProblem."""
+
+    attention: AttentionProblem  # seqlen_k counts the slots that a sequence may have, also where the rows of all are packed
+    cache_dtype: str  # that of q, or one of QUANTISED
+    page_size: int | None  # None: the slots of a sequence are one entry of the cache
+    seqlen_new: int = 0  # tokens that are appended to each sequence; packed: to all
+    rotary_dim: int = 0  # how many of the head_dim are rotated
+    rotary_interleaved: bool = False
+    num_splits: int | None = None
+    split_size: int | None = None
+
+
+class CacheOperands(NamedTuple):
+    """What a call with a cache has beside its Operands, of which k and v are the cache (pages, page_size, Hkv, D), one page a sequence if
+    it is not paged: k_new and v_new (B, Sn, Hkv, D), packed (1, Tq, Hkv, D); page_table (B, max_pages); cache_seqlens, cache_batch_idx,
+    cache_leftpad and rotary_positions (B,); rotary_cos and rotary_sin (positions, rotary_dim / 2); k_descale and v_descale (B, Hkv)."""
+
+    cache_seqlens: Any = None
+    k_new: Any = None
+    v_new: Any = None
+    page_table: Any = None
+    cache_batch_idx: Any = None
+    cache_leftpad: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    rotary_positions: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+
+
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 
 
@@ -172,8 +205,8 @@ def varlen(
             )
     cu_seqlens_q, cu_seqlens_k = arrays.cu_seqlens_q, arrays.cu_seqlens_k
     for name, view in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if view is not None and (len(view.shape) != 1 or view.shape[0] == 0):
-            raise ShapeError(f"{name} has shape {view.shape}: it must be (B + 1,), where each sequence begins and where the last ends")
+        if view is not None:
+            _sequences(name, view)
     if cu_seqlens_k is None:
         cu_seqlens_k, rows, keys = cu_seqlens_q, arrays.q.shape[0], arrays.k.shape[0]
         if rows != keys:
@@ -198,12 +231,12 @@ def _state(
     arrays: Operands,
     layout: str,
     sequences: int | None,  # packed: how many; else each batch entry is one
-    causal: Any,
-    window_size: Any,
-    softmax_scale: Any,
-    softcap: Any,
-    out_dtype: str | None,
-    return_lse: bool,
+    causal: Any = False,
+    window_size: Any = None,
+    softmax_scale: Any = None,
+    softcap: Any = None,
+    out_dtype: str | None = None,
+    return_lse: bool = False,
 ) -> tuple[AttentionProblem, Operands]:
     """What dense and packed calls have in common."""
     q, k, v = (to_bshd(view, name, layout, arrays.q) for name, view in (("q", arrays.q), ("k", arrays.k), ("v", arrays.v)))
@@ -213,8 +246,7 @@ def _state(
     _equal("v", "k", batch=(v.shape[0], batch), seqlen=(v.shape[1], seqlen_k), heads=(v.shape[2], num_heads_kv))
     if head_dim == 0 or head_dim_v == 0:
         raise ShapeError(f"{'q' if head_dim == 0 else 'v'} has head_dim 0: it must be at least 1")
-    if num_heads_q != 0 and (num_heads_kv == 0 or num_heads_q % num_heads_kv):
-        raise ShapeError(f"k has {num_heads_kv} heads and q has {num_heads_q}: num_heads_q must be a multiple of num_heads_kv")
+    _check_groups("k", num_heads_kv, num_heads_q)
 
     out = arrays.out
     if out is not None:
@@ -264,6 +296,152 @@ def _state(
     return problem, operands
 
 
+def cached(
+    arrays: Operands,
+    more: CacheOperands,
+    *,
+    kv_layout: str = "nhd",
+    rotary_interleaved: Any = False,
+    num_splits: Any = None,
+    split_size: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    out_dtype: str | None = None,
+    **options: Any,
+) -> tuple[CacheProblem, Operands, CacheOperands]:
+    """The same for `attention_with_kvcache`, which has cache_seqlens, and for `attention_varlen` with a page_table, which has not; more
+    `options` are those of `dense`."""
+    k_name, v_name = ("k", "v") if more.cache_seqlens is None else ("k_cache", "v_cache")
+    q, packed = arrays.q, arrays.cu_seqlens_q is not None
+    _check_dtypes(arrays._replace(k=q, v=q), out_dtype)
+    _check_cache_dtypes(k_name, v_name, arrays, more)
+    if kv_layout not in ("nhd", "hnd"):
+        raise ArgumentError(f"kv_layout={kv_layout!r} is unknown: it is 'nhd' or 'hnd'")
+    if len(q.shape) != (3 if packed else 4):
+        rule = "3 axes, (Tq, Hq, D), with cu_seqlens_q" if packed else "4 axes, (B, Sq, Hq, D), or 3 with cu_seqlens_q, which says where"
+        raise ShapeError(f"q has shape {q.shape}: it must have {rule}{'' if packed else ' each sequence begins'}")
+    batch, tokens, num_heads_q, head_dim = (_sequences("cu_seqlens_q", arrays.cu_seqlens_q), *q.shape) if packed else q.shape
+    k, v = (_as_pages(name, view, kv_layout) for name, view in ((k_name, arrays.k), (v_name, arrays.v)))
+    num_pages, page_size, num_heads_kv, _ = k.shape
+    _equal(k_name, "q", head_dim=(k.shape[3], head_dim))
+    _equal(v_name, k_name, **{"number of entries": (v.shape[0], num_pages), "page_size": (v.shape[1], page_size)})
+    _equal(v_name, k_name, heads=(v.shape[2], num_heads_kv))
+    _check_groups(k_name, num_heads_kv, num_heads_q)
+    if arrays.cu_seqlens_k is not None and arrays.cu_seqlens_k.shape != (batch + 1,):
+        raise ShapeError(f"cu_seqlens_k has shape {arrays.cu_seqlens_k.shape}: it must have shape (B + 1,) = ({batch + 1},)")
+    table = more.page_table
+    if table is not None and (len(table.shape) != 2 or table.shape[0] != batch):
+        raise ShapeError(f"page_table has shape {table.shape}: it must be (B, max_pages) = ({batch}, max_pages)")
+    if table is not None and more.cache_batch_idx is not None:
+        raise ArgumentError("cache_batch_idx= and page_table= were given: the rows of a page_table say whose pages are whose already")
+    if table is None and more.cache_batch_idx is None and num_pages != batch:
+        raise ShapeError(
+            f"{k_name} has batch {num_pages} and q has {batch}: they must be equal, or cache_batch_idx= say which entry is whose, or "
+            "page_table= which page is"
+        )
+    slots = 0 if num_pages == 0 else page_size if table is None else page_size * table.shape[1]
+
+    def of_each_sequence(view: V) -> V:
+        shape, strides = (slots, *view.shape[2:]), view.strides[1:]
+        return view._replace(shape=shape, strides=strides) if packed else view._replace(shape=(batch, *shape), strides=(0, *strides))
+
+    seen = arrays._replace(k=of_each_sequence(k), v=of_each_sequence(v))
+    problem, operands = _state(seen, "bshd", batch if packed else None, out_dtype=out_dtype, **options)
+    problem = problem._replace(aligned16=problem.aligned16 and _aligned16(k, v), tensor_maps=False, packed=packed)
+    if packed:
+        problem = problem._replace(
+            longest_q=_length_hint("max_seqlen_q", max_seqlen_q, tokens), longest_k=_length_hint("max_seqlen_k", max_seqlen_k, slots)
+        )
+    elif max_seqlen_q is not None:
+        raise ArgumentError("max_seqlen_q= was given without cu_seqlens_q=: the shape of q says it")
+    operands = operands._replace(k=k, v=v, cu_seqlens_q=arrays.cu_seqlens_q, cu_seqlens_k=arrays.cu_seqlens_k)
+    k_new, v_new = _new_tokens(more, problem, num_heads_kv)
+    more = more._replace(
+        k_new=k_new,
+        v_new=v_new,
+        **{n: _vector(n, getattr(more, n), (batch,), names="(B,)") for n in _LENGTHS},
+        **{
+            n: _vector(n, getattr(more, n), (), (num_heads_kv,), (batch, num_heads_kv), names="(), (Hkv,) or (B, Hkv)")
+            for n in ("k_descale", "v_descale")
+        },
+    )
+    if num_splits is not None and split_size is not None:
+        raise ArgumentError("num_splits= and split_size= were given: both say where keys are split, so give one")
+    stated = CacheProblem(
+        attention=problem,
+        cache_dtype=k.dtype,
+        page_size=None if table is None else page_size,
+        seqlen_new=0 if k_new is None else k_new.shape[1],
+        rotary_dim=_rotary_dim(more, head_dim),
+        rotary_interleaved=_flag("rotary_interleaved", rotary_interleaved),
+        num_splits=_count("num_splits", num_splits),
+        split_size=_count("split_size", split_size),
+    )
+    return stated, operands, more
+
+
+_LENGTHS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "rotary_positions")
+
+
+def _check_cache_dtypes(k_name: str, v_name: str, arrays: Operands, more: CacheOperands) -> None:
+    q, k = arrays.q.dtype, arrays.k.dtype
+    if k != q and k not in QUANTISED:
+        raise DtypeError(f"{k_name} is {k} and q is {q}: a cache must be of q's dtype, or {' or '.join(QUANTISED)}")
+    if arrays.v.dtype != k:
+        raise DtypeError(f"{v_name} is {arrays.v.dtype} and {k_name} is {k}: both must have one dtype")
+    if k not in QUANTISED and (more.k_descale is not None or more.v_descale is not None):
+        name = "k_descale" if more.k_descale is not None else "v_descale"
+        raise ArgumentError(f"{name}= was given and {k_name} is {k}: scales are for caches of {' or '.join(QUANTISED)}")
+    allowed: dict[str, tuple[str, ...]] = dict.fromkeys(("page_table", *_LENGTHS), ("int32",))
+    allowed |= dict.fromkeys(("k_descale", "v_descale"), ("float32",)) | dict.fromkeys(("k_new", "v_new"), (q,))
+    allowed |= dict.fromkeys(("rotary_cos", "rotary_sin"), (q, "float32"))
+    for name, dtypes in allowed.items():
+        view = getattr(more, name)
+        if view is not None and view.dtype not in dtypes:
+            raise DtypeError(f"{name} is {view.dtype}: it must be {' or '.join(dict.fromkeys(dtypes))}")
+
+
+def _as_pages(name: str, view: V, kv_layout: str) -> V:
+    """A cache as (pages, page_size, Hkv, D), as a change of strides."""
+    if len(view.shape) != 4:
+        order = "(B, Sc, Hkv, D) or (pages, page_size, Hkv, D)" if kv_layout == "nhd" else "(B, Hkv, Sc, D) or (pages, Hkv, page_size, D)"
+        raise ShapeError(f"{name} has shape {view.shape}: it must be {order} with kv_layout={kv_layout!r}")
+    return to_bshd(view, name, "bshd" if kv_layout == "nhd" else "bhsd", view)
+
+
+def _new_tokens(more: CacheOperands, p: AttentionProblem, num_heads_kv: int) -> tuple[Any, Any]:
+    """k_new and v_new as (B, Sn, Hkv, D), packed (1, Tq, Hkv, D)."""
+    given = {"k_new": more.k_new, "v_new": more.v_new}
+    if None in given.values():
+        missing = [name for name, view in given.items() if view is None]
+        if len(missing) == 1:
+            raise ArgumentError(f"{missing[0]} is None and the other of k_new and v_new is not: a token is appended to both caches")
+        return None, None
+    found = []
+    tokens = p.seqlen_q if p.packed else more.k_new.shape[1] if len(more.k_new.shape) == 4 else 0
+    for (name, view), dim in zip(given.items(), (p.head_dim, p.head_dim_v), strict=True):
+        shape = (tokens, num_heads_kv, dim) if p.packed else (p.batch, tokens, num_heads_kv, dim)
+        if view.shape != shape:
+            rule = "(Tq, Hkv, D), as cu_seqlens_q says, " if p.packed else "(B, Sn, Hkv, D)"
+            raise ShapeError(f"{name} has shape {view.shape}: it must be {rule} = {shape}")
+        found.append(to_bshd(view, name, "bshd", view))
+    return found[0], found[1]
+
+
+def _rotary_dim(more: CacheOperands, head_dim: int) -> int:
+    cos, sin = more.rotary_cos, more.rotary_sin
+    if cos is None or sin is None:
+        given = [name for name in ("rotary_cos", "rotary_sin", "rotary_positions") if getattr(more, name) is not None]
+        if given:
+            raise ArgumentError(f"{given[0]}= was given without {'rotary_sin' if cos is not None else 'rotary_cos'}=")
+        return 0
+    if len(cos.shape) != 2 or cos.shape[0] == 0 or not 0 < 2 * cos.shape[1] <= head_dim:
+        raise ShapeError(f"rotary_cos has shape {cos.shape}: it must be (positions, rotary_dim / 2), of at most head_dim = {head_dim}")
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        raise ShapeError(f"rotary_sin is {sin.dtype} of shape {sin.shape} and rotary_cos {cos.dtype} of {cos.shape}: they must be alike")
+    return int(2 * cos.shape[1])
+
+
 def dense_backward(
     arrays: Operands,
     more: BackwardOperands,
@@ -276,8 +454,7 @@ def dense_backward(
     """Check the arguments of `attention_backward` against each other, as `dense` or, with cu_seqlens_q, `varlen` does those of the forward
     call, whose options these are; dq, dk and dv may be absent."""
     names = differentiated(wrt)
-    if not _is_bool(deterministic):
-        raise ArgumentError(f"deterministic={deterministic!r} must be True or False")
+    deterministic = _flag("deterministic", deterministic)
     out = arrays.out
     if out.dtype not in ITEMSIZE:
         raise DtypeError(f"out is {out.dtype}: it must be what `attention` returned, of {', '.join(ITEMSIZE)}")
@@ -311,7 +488,7 @@ def dense_backward(
         ),
         wrt=used,
         dlse=dlse is not None,
-        deterministic=bool(deterministic),
+        deterministic=deterministic,
         bias_shape=(1,) * (4 - len(arrays.bias.shape)) + arrays.bias.shape if "bias" in used else (),
         slopes_batch=problem.batch if "alibi_slopes" in used and len(arrays.alibi_slopes.shape) == 2 else 1,
     )
@@ -400,6 +577,18 @@ def to_bshd(view: V, name: str, layout: str, q: Shaped, *, dense_last: bool = Tr
         return view._replace(shape=(1, *(view.shape[a] for a in axes)), strides=(0, *(view.strides[a] for a in axes)))
     axes4 = _AXES[layout]
     return view._replace(shape=tuple(view.shape[a] for a in axes4), strides=tuple(view.strides[a] for a in axes4))
+
+
+def _sequences(name: str, offsets: Shaped) -> int:
+    """How many sequences cu_seqlens_q or cu_seqlens_k speaks of."""
+    if len(offsets.shape) != 1 or offsets.shape[0] == 0:
+        raise ShapeError(f"{name} has shape {offsets.shape}: it must be (B + 1,), where each sequence begins and where the last ends")
+    return offsets.shape[0] - 1
+
+
+def _check_groups(name: str, num_heads_kv: int, num_heads_q: int) -> None:
+    if num_heads_q != 0 and (num_heads_kv == 0 or num_heads_q % num_heads_kv):
+        raise ShapeError(f"{name} has {num_heads_kv} heads and q has {num_heads_q}: num_heads_q must be a multiple of num_heads_kv")
 
 
 def _equal(name: str, other: str, **axes: tuple[int, int]) -> None:
@@ -492,6 +681,22 @@ def _length_hint(name: str, n: Any, tokens: int) -> int | None:
     return min(int(n), tokens)
 
 
+def _count(name: str, n: Any) -> int | None:
+    if n is None:
+        return None
+    if not isinstance(n, numbers.Integral) or _is_bool(n):
+        raise ArgumentError(f"{name} is a {type(n).__name__}: it must be an int, or None")
+    if n < 1:
+        raise ShapeError(f"{name}={int(n)} must be at least 1; None leaves the choice to cupyflash")
+    return int(n)
+
+
+def _flag(name: str, x: Any) -> bool:
+    if not _is_bool(x):
+        raise ArgumentError(f"{name}={x!r} must be True or False")
+    return bool(x)
+
+
 def _is_bool(x: Any) -> bool:
     return isinstance(x, bool) or type(x).__name__ in ("bool", "bool_")
 
@@ -515,12 +720,11 @@ def _positive(name: str, x: Any) -> float:
 def _aligned16(*views: Shaped) -> bool:
     """Whether every row of every view starts at a multiple of 16 bytes, so that kernels may load 16 at a time."""
     return all(
-        view.ptr % 16 == 0
-        and all(s * ITEMSIZE[view.dtype] % 16 == 0 or n == 1 for n, s in zip(view.shape[:-1], view.strides, strict=False))
+        view.ptr % 16 == 0 and all(s * _BYTES[view.dtype] % 16 == 0 or n == 1 for n, s in zip(view.shape[:-1], view.strides, strict=False))
         for view in views
     )
 
 
 def _mappable(view: Shaped) -> bool:
     """What cuTensorMapEncodeTiled asks beyond alignment: no axis of size 0, strides from 0 to 2^40 bytes."""
-    return all(n > 0 and (n == 1 or 0 <= s * ITEMSIZE[view.dtype] < 1 << 40) for n, s in zip(view.shape, view.strides, strict=True))
+    return all(n > 0 and (n == 1 or 0 <= s * _BYTES[view.dtype] < 1 << 40) for n, s in zip(view.shape, view.strides, strict=True))
