@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +16,7 @@ from cupyflash.keywords import names_foreign_keywords
 from cupyflash.problem import ITEMSIZE, CacheOperands, CacheProblem, Operands, cached, to_bshd
 
 
-@dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(NamedTuple):
     """What `plan_decode` makes: a workspace, and what it was made for."""
 
     batch: int
