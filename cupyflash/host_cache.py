@@ -53,9 +53,10 @@ class _Sequence(NamedTuple):
 
 def _sequences(problem: CacheProblem, a: Operands, c: CacheOperands) -> list[_Sequence]:
     p, (num_pages, page_size, _, _) = problem.attention, a.k.shape
+    slots = np.full(p.batch, p.seqlen_k if num_pages else 0)
     first_row, rows = offsets_of("cu_seqlens_q", a.cu_seqlens_q, p.batch, p.seqlen_q)
     used_q = used_lengths("seqused_q", a.seqused_q, rows)
-    held = np.full(p.batch, p.seqlen_k)
+    held = slots
     if a.cu_seqlens_k is not None:
         _, keys = offsets_of("cu_seqlens_k", a.cu_seqlens_k, p.batch, _MOST_TOKENS)
         held = used_lengths("the lengths of cu_seqlens_k", keys, held)
@@ -63,7 +64,7 @@ def _sequences(problem: CacheProblem, a: Operands, c: CacheOperands) -> list[_Se
     held = used_lengths("cache_seqlens", c.cache_seqlens, held)
     first = used_lengths("cache_leftpad", c.cache_leftpad, held) if c.cache_leftpad is not None else np.zeros_like(held)
     new = np.zeros_like(held) if c.k_new is None else rows if p.packed else np.full(p.batch, problem.seqlen_new)
-    used = used_lengths("cache_seqlens with the new tokens", held + new, np.full(p.batch, p.seqlen_k))
+    used = used_lengths("cache_seqlens with the new tokens", held + new, slots)
     position = held + new - rows if c.rotary_positions is None else c.rotary_positions
     found = []
     for b in range(p.batch):

@@ -339,11 +339,11 @@ def cached(
             f"{k_name} has batch {num_pages} and q has {batch}: they must be equal, or cache_batch_idx= say which entry is whose, or "
             "page_table= which page is"
         )
-    slots = 0 if num_pages == 0 else page_size if table is None else page_size * table.shape[1]
+    slots = page_size if table is None else page_size * table.shape[1]
 
-    def of_each_sequence(view: V) -> V:
-        shape, strides = (slots, *view.shape[2:]), view.strides[1:]
-        return view._replace(shape=shape, strides=strides) if packed else view._replace(shape=(batch, *shape), strides=(0, *strides))
+    def of_each_sequence(view: V) -> V:  # the shape that it would have without pages; its places are in the pages alone
+        shape = (slots, *view.shape[2:]) if packed else (batch, slots, *view.shape[2:])
+        return view._replace(shape=shape, strides=(*[0] * (len(shape) - 1), 1))
 
     seen = arrays._replace(k=of_each_sequence(k), v=of_each_sequence(v))
     problem, operands = _state(seen, "bshd", batch if packed else None, out_dtype=out_dtype, **options)
