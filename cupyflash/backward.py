@@ -9,7 +9,7 @@ from cupyflash import arrays, launch, params, plan
 from cupyflash.api import attention, attention_varlen
 from cupyflash.arrays import HOST, Allocator, ArrayView
 from cupyflash.device import HOST_SPEC, query
-from cupyflash.errors import ArgumentError
+from cupyflash.errors import ArgumentError, UnsupportedError
 from cupyflash.keywords import names_foreign_keywords, refuse_unpacked
 from cupyflash.launch import Queue
 from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
@@ -179,6 +179,10 @@ def attention_vjp(
     (1, 64, 8, 32)
     """
     differentiated(wrt)
+    if options.get("page_table") is not None:
+        raise UnsupportedError(
+            "page_table= was given: gradients of keys in pages are not built", ("gather the pages, and pass them packed",)
+        )
     return_lse = options.pop("return_lse", False)
     forward: Any = attention if options.get("cu_seqlens_q") is None else attention_varlen
     result = forward(q, k, v, return_lse=True, **options)

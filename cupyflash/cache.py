@@ -99,14 +99,11 @@ def plan_decode(
     spec = named(device)
     if cuda_graph and spec is HOST_SPEC:
         raise DeviceError("cuda_graph=True was given with device='host': graphs belong to a GPU")
-    shape = (batch, max_seqlen_k) if page_size is None else (1, page_size)
-    views = {"q": (batch, 1, num_heads_q, head_dim)} | dict.fromkeys(("k", "v"), (*shape, num_heads_kv, head_dim))
+    slots = (batch, max_seqlen_k) if page_size is None else (1, page_size)
     table = None if page_size is None else _contiguous((batch, -(-max_seqlen_k // page_size)), "int32")
-    problem, _, _ = cached(
-        Operands(**{x: _contiguous(shape, name) for x, shape in views.items()}),
-        CacheOperands(_contiguous((batch,), "int32"), page_table=table),
-    )
-    plan.cached(problem, spec)
+    shapes = (batch, 1, num_heads_q, head_dim), (*slots, num_heads_kv, head_dim), (*slots, num_heads_kv, 1)  # it is for values of any width
+    call = Operands(*[_contiguous(shape, name) for shape in shapes]), CacheOperands(_contiguous((batch,), "int32"), page_table=table)
+    plan.cached(cached(*call)[0], spec)
     return DecodePlan(batch, num_heads_q, num_heads_kv, head_dim, page_size, max_seqlen_k, name, device, bool(cuda_graph))
 
 
@@ -152,11 +149,12 @@ _CALLED = {"k": "k_cache", "v": "v_cache"}  # what `attention_with_kvcache` call
 def attention(given: Mapping[str, Any], *, stream: Any, decode_plan: Any = None, **options: Any) -> tuple[Any, Any]:
     """(out, lse), lse None where it was not asked for. `given` has all arguments that are arrays by their names, None where not used; those
     named in `_CALLED` have that name where there are cache_seqlens. The options are those of `problem.cached`."""
+    required = {"q", *_CALLED.values(), "cache_seqlens"} if "k_cache" in given else {"q", *_CALLED, "cu_seqlens_q"}
     read = {}
     for name, array in given.items():
         if name in ("k_descale", "v_descale") and isinstance(array, numbers.Real):
             array = np.array(array, np.float32)
-        if array is not None or name in ("q", "k", "v", "k_cache", "v_cache", "cache_seqlens"):
+        if array is not None or name in required:
             read[name] = arrays.read(array, name, stream)
     kinds = tuple([kind for _, kind, _ in read.values()])
     call = arrays.prepared(_prepare, kinds, (*read,), (*options,), *options.values())

@@ -21,16 +21,18 @@ BENCH = ROOT / "bench"
 
 # Who may import whom inside cupyflash; `errors` and `_version` are open to all and import nothing.
 ALLOWED = {
-    "__init__": {"api", "backward", "environment", "packing", "reference"},
+    "__init__": {"api", "backward", "cache", "environment", "packing", "reference"},
     # device, params: what a cached call holds; jit, variants: what `warmup` compiles
-    "api": {"arrays", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
+    "api": {"arrays", "cache", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
     "arrays": set(),
     # api: a vjp begins with a forward call; the rest as api
     "backward": {"api", "arrays", "problem", "plan", "launch", "host_backward", "device", "keywords", "params"},
+    "cache": {"arrays", "problem", "plan", "host_cache", "device", "keywords"},
     "device": {"environment"},  # how to get CuPy and NVRTC
     "environment": set(),
     "explain": {"plan"},
     "host": {"problem"},  # it computes what the problem says, so it reads its type
+    "host_cache": {"host", "problem"},  # host computes what it has gathered
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
     "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
     "keywords": set(),
@@ -56,7 +58,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "transformers", "flash_attn", "tensorflo
 INTERFACES = {"torch", "jax", "transformers", "flash_attn"}  # the only modules that may import a framework
 # What else may be imported beyond the standard library; a module that is absent here decides on plain values and imports nothing.
 # Inside functions only: cupy, which costs 300 ms and may be absent, ml_dtypes, which may be absent, and threadpoolctl, which costs 5 ms.
-NUMPY = {"arrays", "environment", "host", "host_backward", "packing", "plan", "reference"}
+NUMPY = {"arrays", "cache", "environment", "host", "host_backward", "host_cache", "packing", "plan", "reference"}
 CUPY = {"arrays", "device", "environment", "jit", "launch"}
 ML_DTYPES = {"arrays"}
 THREADPOOLCTL = {"host"}

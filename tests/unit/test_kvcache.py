@@ -1,8 +1,8 @@
 """Every pair of options of `cupyflash.attention_with_kvcache` on NumPy arrays, and of `attention_varlen` with pages, against float64.
 
 A plain loop gathers the keys of each sequence out of what the call left in the cache, rotation is by complex numbers, and the reference
-computes each sequence alone. All memory starts as NaN: slots nobody owns, pages nobody has, what lies around the cache, and the result. What
-the call may write is the slots of its new tokens; every other byte of every array must stay.
+computes each sequence alone. All memory starts as NaN: slots nobody owns, pages nobody has, what lies around the cache, and the result.
+The call may write the slots of its new tokens; every other byte of every array must stay.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def build(case, rng):
     call |= case["splits"]
     if case["kv_layout"] == "hnd":
         call["kv_layout"] = "hnd"
-    if case["plan"] and B and D == Dv:
+    if case["plan"] and B:
         made = {"batch": B, "num_heads_q": Hq, "num_heads_kv": Hkv, "head_dim": D, "max_seqlen_k": ROOM, "page_size": size}
         call["plan"] = cupyflash.plan_decode(**made, dtype=dtype, device="host")
 
@@ -147,7 +147,16 @@ def build(case, rng):
             alone["mask"] = mask[0, :, :, begin:used][None]
         start = sum(rows[:b])
         where = slice(start, start + rows[b]) if packed else b
-        more = {"where": where, "held": n, "new": new[b], "used": used, "begin": begin, "position": first, "rows": rows[b], "options": alone}
+        more = {
+            "where": where,
+            "held": n,
+            "new": new[b],
+            "used": used,
+            "begin": begin,
+            "position": first,
+            "rows": rows[b],
+            "options": alone,
+        }
         given.sequences.append(SimpleNamespace(b=b, descale={name: scale[b] for name, scale in descale.items()}, **more))
     given.dtype, given.cache_dtype, given.packed, given.q, given.call = dtype, cache_dtype, packed, q, call
     return given
@@ -164,7 +173,7 @@ def memory(given, dims, storage, layout, rng):
             for j in range(s.begin, s.held):
                 x[given.table[s.b, j // given.size], j % given.size] = key(rng, (Hkv, dim), given.cache_dtype)
         caches.append(x)
-    if storage == "one array" and D == Dv:  # K beside V, page by page
+    if storage == "one array" and Dv == D:  # K beside V, page by page
         whole = np.stack(caches, axis=1)
         views = [whole[:, 0], whole[:, 1]]
     else:
@@ -293,8 +302,98 @@ def check_appended(given, s, k_cache, v_cache):
         assert (np.abs(got - exact) <= 0.5000001 * spacing(exact, given.cache_dtype) + arithmetic).all()
 
 
-def test_the_covering_array_has_every_pair():
-    for one, other in itertools.combinations(OPTIONS, 2):
-        values = (tuple(map(str, OPTIONS[name])) for name in (one, other))
-        wanted = set(itertools.product(*values))
-        assert wanted == {(str(case[one]), str(case[other])) for case in PAIRS}, (one, other)
+# `attention_varlen` with pages: rows and keys of each sequence, the keys as offsets, as used lengths, or as both.
+KEYS = {"one": (17,), "mixed": (9, 0, 64, 4), "empty": (0, 0), "uneven": (1, 300, 2), "none": ()}
+PAGED = {
+    "dtype": ("float16", "bfloat16", "float32", "float64"),
+    "keys": tuple(KEYS),
+    "rows": ((1, 0, 5, 2), (9, 1, 2, 7), (1, 1, 1, 1)),
+    "given": ("seqused_k", "cu_seqlens_k", "both", "too long"),
+    "seqused_q": (None, (0.6, 1.0), (9.0, 0.0)),
+    "page_size": (1, 7, 64),
+    "heads": ((1, 1), (4, 2), (6, 1)),
+    "dims": ((8, 8), (64, 64), (5, 3)),
+    "causal": (True, False, "top_left"),
+    "window_size": (None, (3, 0), (17, 5)),
+    "softcap": (None, 2.5),
+    "alibi_slopes": (None, "h", "bh"),
+    "sink": (None, "float32", "own"),
+    "transposed": (False, True),
+    "max_seqlen": (None, 0, 1000),
+    "out_dtype": (None, "float32"),
+    "return_lse": (False, True),
+}
+PAGED_PAIRS, PAGED_CASES = pairs_and_more(PAGED, 1, 60)
+
+
+@pytest.mark.parametrize("case", PAGED_CASES)
+def test_pair_of_packed_queries_over_pages(case, rng):
+    dtype, (Hq, Hkv), (D, Dv), size = np.dtype(case["dtype"]), case["heads"], case["dims"], case["page_size"]
+    keys = KEYS[case["keys"]]
+    B = len(keys)
+    rows = case["rows"][:B]
+    max_pages = -(-max(keys, default=0) // size) + 1
+    slots = max_pages * size
+    num_pages = B * max_pages + 2
+    table = rng.permutation(num_pages)[: B * max_pages].reshape(B, max_pages).astype(np.int32)
+    pages = [np.full((num_pages, Hkv, size, dim) if case["transposed"] else (num_pages, size, Hkv, dim), np.nan, dtype) for dim in (D, Dv)]
+    pages = [x.swapaxes(1, 2) if case["transposed"] else x for x in pages]
+    q = rng.standard_normal((sum(rows), Hq, D)).astype(dtype)
+    shape = (len(q), Hq, Dv)
+    options = {name: case[name] for name in ("causal", "window_size", "softcap")}
+    call = dict(options) | {"max_seqlen_q": case["max_seqlen"], "max_seqlen_k": case["max_seqlen"], "out_dtype": case["out_dtype"]}
+    if case["alibi_slopes"]:
+        call["alibi_slopes"] = rng.uniform(0.01, 0.5, (B, Hq) if case["alibi_slopes"] == "bh" else (Hq,)).astype(np.float32)
+    if case["sink"]:
+        call["sink"] = rng.standard_normal(Hq).astype(dtype if case["sink"] == "own" else np.float32)
+    if case["seqused_q"]:
+        call["seqused_q"] = np.array([int(part * n) for part, n in zip(itertools.cycle(case["seqused_q"]), rows, strict=False)], np.int32)
+    used = list(keys)
+    if case["given"] == "seqused_k":
+        call["seqused_k"] = np.array(keys, np.int32)
+    elif case["given"] == "too long":
+        used = [slots] * B
+        call["seqused_k"] = np.full(B, 2**31 - 1, np.int32)
+    else:
+        call["cu_seqlens_k"] = np.cumsum([5, *keys]).astype(np.int32)
+        if case["given"] == "both":
+            used = [n // 2 for n in keys]
+            call["seqused_k"] = np.array(used, np.int32)
+    cu_seqlens_q = np.cumsum([0, *rows]).astype(np.int32)
+    expected, standard = np.zeros(shape), np.zeros(shape)
+    expected_lse, standard_lse = np.full((Hq, len(q)), -np.inf), np.full((Hq, len(q)), -np.inf)
+    for b, n in enumerate(used):
+        for j in range(n):
+            for x in pages:
+                x[table[b, j // size], j % size] = rng.standard_normal(x.shape[2:])
+        k, v = ([x[table[b, j // size], j % size] for j in range(n)] for x in pages)
+        k, v = np.array(k, dtype).reshape(n, Hkv, D), np.array(v, dtype).reshape(n, Hkv, Dv)
+        table[b, -(-n // size) :] = -7
+        alone = dict(options) | {name: call[name] for name in ("sink",) if name in call}
+        if case["alibi_slopes"]:
+            alone["alibi_slopes"] = call["alibi_slopes"][b] if case["alibi_slopes"] == "bh" else call["alibi_slopes"]
+        where = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        if case["seqused_q"]:
+            alone["seqused_q"] = call["seqused_q"][b : b + 1]
+        expected[where], expected_lse[:, where] = reference.attention(q[where], k, v, return_lse=True, **alone)
+        standard[where], standard_lse[:, where] = standard_attention(q[where], k, v, dtype=dtype, **alone)
+    before = [x.tobytes() for x in (*pages, table)]
+
+    result = cupyflash.attention_varlen(q, *pages, cu_seqlens_q, page_table=table, return_lse=case["return_lse"], **call)
+
+    lse = None
+    if case["return_lse"]:
+        result, lse = result.out, result.lse
+    out_dtype = np.dtype(case["out_dtype"] or dtype)
+    assert (result.dtype, result.shape) == (out_dtype, shape)
+    judge(result, expected, standard, dtype=out_dtype if out_dtype.itemsize < dtype.itemsize else dtype, name="attention_varlen, pages")
+    if lse is not None:
+        judge(lse, expected_lse, standard_lse, dtype=dtype, name="attention_varlen, pages", kind="lse")
+    assert [x.tobytes() for x in (*pages, table)] == before
+
+
+@pytest.mark.parametrize(("options", "pairs"), [(OPTIONS, PAIRS), (PAGED, PAGED_PAIRS)], ids=["kvcache", "varlen"])
+def test_the_covering_array_has_every_pair(options, pairs):
+    for one, other in itertools.combinations(options, 2):
+        values = (tuple(map(str, options[name])) for name in (one, other))
+        assert set(itertools.product(*values)) == {(str(case[one]), str(case[other])) for case in pairs}, (one, other)

@@ -122,7 +122,7 @@ def test_kf_132_options_are_keyword_only() -> None:
         ("attn_mask", "a bool array is 'mask' (True: may attend), a float one to add is 'bias'"),
         ("key_padding_mask", "'seqused_k'"),
         ("descale_q", "fp8 inputs and their scales are not built yet"),
-        ("block_table", "paged caches are not built yet"),
+        ("block_table", "caches are what `cupyflash.attention_with_kvcache` takes"),
         ("dropout", "dropout is not built yet"),
         ("softmax_scal", "did you mean 'softmax_scale'?"),
         ("zzz", "it takes alibi_slopes, bias"),
