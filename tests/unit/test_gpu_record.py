@@ -17,7 +17,7 @@ GPU = TESTS / "gpu"
 RUN = "run `pytest tests/gpu --record` on a GPU and commit tests/gpu/record.json"
 
 # Failures of other libraries that concern what is built, each named by a test.
-KNOWN_FAILURES = {*range(1, 5), *range(7, 20), 21, 22, *range(25, 33), *range(54, 61), *range(62, 78), *range(79, 94), *range(95, 119)}
+KNOWN_FAILURES = {*range(1, 23), *range(25, 119), 124, 130}
 
 
 @pytest.fixture(scope="module")
