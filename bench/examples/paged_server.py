@@ -8,7 +8,7 @@ Each step is one call of `cupyflash.attention_with_kvcache` for all requests tha
 behind the other, which it rotates, appends to their pages and attends with. Around it is what a serving engine does, as vLLM (Kwon et
 al., arXiv 2309.06180) and SGLang (Zheng et al., arXiv 2312.07104):
 
-- a request is admitted whenever there is room in the batch, and leaves when it has its tokens;
+- a request is admitted when there is room in the batch and in the cache, and leaves when it has its tokens;
 - full pages are known by the tokens up to their end, so a request whose prompt begins as another's did shares its pages and does not
   compute them again, also after the other has left: pages that nobody uses stay until their place is needed, the longest unused first;
 - where no page is left, the request that came last gives its own back and waits; what it has generated so far becomes part of its prompt.
@@ -82,6 +82,10 @@ class Pages:
         self.known: OrderedDict[tuple[int, ...], int] = OrderedDict()  # all tokens up to a page's end -> it; the longest unused comes first
         self.prefix: dict[int, tuple[int, ...]] = {}  # the way back
 
+    @property
+    def available(self) -> int:
+        return len(self.free) + sum(not self.users[page] for page in self.prefix)
+
     def shared(self, tokens: Sequence[int]) -> list[int]:
         """The full pages that these tokens begin with and that are there already, with one user more."""
         found: list[int] = []
@@ -140,6 +144,8 @@ class Server:
     def step(self) -> None:
         self.counts["steps"] += 1
         while self.waiting and len(self.running) < MAX_BATCH:
+            if self.running and self.pages.available * PAGE_SIZE < len(self.waiting[0].tokens):
+                break  # it would only take from others, or have to go at once
             request = self.waiting.popleft()
             request.pages = self.pages.shared(request.tokens[:-1])  # at least one token is left, whose row gives the next one
             request.cached = len(request.pages) * PAGE_SIZE
