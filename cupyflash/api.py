@@ -547,6 +547,13 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
     ring attention and chunked prefill join their parts (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 2.2).
     Associative and commutative up to rounding. If the calls that made the parts had a sink, it must have been given to exactly one.
 
+    A cascade reads the keys that many requests have in common once for all of them: the rows of all requests, packed, are one sequence over
+    the pages of the prefix (without a mask), each request's rows are a sequence over its own pages (causal), and the two are merged::
+
+        shared = attention_varlen(q, k, v, [0, Tq], page_table=prefix_pages[None], seqused_k=[prefix], return_lse=True)
+        own = attention_varlen(q, k, v, cu_seqlens_q, page_table=own_pages, seqused_k=own_lengths, causal=True, return_lse=True)
+        out, lse = merge_states([shared.out, own.out], [shared.lse, own.lse])
+
     Parameters
     ----------
     outs : N arrays of one shape, (B, S, H, Dv) or (S, H, Dv), one library and one of the dtypes of `attention`.

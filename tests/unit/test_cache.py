@@ -14,7 +14,7 @@ from test_arrays import FakeCupyArray, cupy  # noqa: F401  # a fixture
 from test_known_failures import BOUNDS
 
 import cupyflash
-from cupyflash import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, api, cache, host_cache, reference
+from cupyflash import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, api, cache, host, host_cache, reference
 from cupyflash.device import KNOWN
 from cupyflash.keywords import _CACHE, _PAGES, FOREIGN
 
@@ -336,6 +336,38 @@ def test_the_tokens_of_a_prompt_have_the_same_keys_in_one_call_and_in_many(rng: 
     for out, k_cache, v_cache in results:
         assert (k_cache.tobytes(), v_cache.tobytes()) == tuple(x.tobytes() for x in results[0][1:])
         np.testing.assert_allclose(out, results[0][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_chunk_of_more_rows_than_a_tile_has(rng: np.random.Generator, interleaved: bool) -> None:
+    """Rotated by real products of the table, chunk rows of a tile each at their own positions; 128 rows are a tile here."""
+    q, k, v = (normal(rng, 1, 700, heads, 16) for heads in (8, 2, 2))
+    angle = np.arange(700)[:, None] * 0.3 ** np.arange(8)
+
+    def rotated(x: Any) -> Any:
+        pairs = x.astype(float).reshape(1, 700, -1, 8, 2) if interleaved else x.astype(float).reshape(1, 700, -1, 2, 8).swapaxes(-1, -2)
+        z = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle)[:, None]
+        return np.stack([z.real, z.imag], axis=-1 if interleaved else -2).reshape(x.shape)
+
+    caches, tables = [np.full((1, 700, 2, 16), np.nan, F32) for _ in range(2)], {"rotary_cos": np.cos(angle), "rotary_sin": np.sin(angle)}
+    options = {name: x.astype(F32) for name, x in tables.items()} | {"rotary_interleaved": interleaved}
+    for chunk in (slice(0, 333), slice(333, 700)):
+        new = {"k_new": k[:, chunk], "v_new": v[:, chunk]}
+        out = cupyflash.attention_with_kvcache(q[:, chunk], *caches, cache_seqlens=vector(chunk.start), **new, **options)
+        expected = reference.attention(rotated(q)[:, chunk], rotated(k)[:, : chunk.stop], v[:, : chunk.stop], causal=True)
+        np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_with_split_size_blas_has_one_thread_in_short_calls_too(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results may have other bits with more."""
+    seen: list[bool] = []
+    one_thread = host._one_blas_thread
+    monkeypatch.setattr(host, "_one_blas_thread", lambda: seen.append(True) or one_thread())
+    q, k = normal(rng, 1, 1, 2, 8), normal(rng, 1, 9, 2, 8)
+    cupyflash.attention_with_kvcache(q, k, k, cache_seqlens=vector(9))
+    assert not seen
+    cupyflash.attention_with_kvcache(q, k, k, cache_seqlens=vector(9), split_size=64)
+    assert seen
 
 
 # --- caches of few bits ------------------------------------------------------------------------------------------------------------------
