@@ -296,8 +296,8 @@ def _name_of(dtype: Any) -> str:
     return name
 
 
-def dtype_name(dtype: Any) -> str:
-    """The name of a dtype given in any library's words: a string, a NumPy or torch dtype, a scalar type."""
+def dtype_name(dtype: Any, name: str = "out_dtype") -> str:
+    """The name of a dtype given in any library's words: a string, a NumPy or torch dtype, a scalar type; `name` is the argument's."""
     if isinstance(dtype, str):
         return dtype
     if type(dtype).__module__ == "torch":
@@ -305,7 +305,7 @@ def dtype_name(dtype: Any) -> str:
     try:
         return _name_of(np.dtype(dtype))
     except TypeError:
-        raise ArgumentError(f"out_dtype={dtype!r} is no dtype: it is a name as 'float32', or a dtype of NumPy, torch or JAX") from None
+        raise ArgumentError(f"{name}={dtype!r} is no dtype: it is a name as 'float32', or a dtype of NumPy, torch or JAX") from None
 
 
 @functools.cache

@@ -86,7 +86,7 @@ def plan_decode(
     >>> plan.num_heads_q, plan.dtype
     (8, 'float32')
     """
-    name = arrays.dtype_name(dtype)
+    name = arrays.dtype_name(dtype, "dtype")
     if name not in ITEMSIZE:
         raise DtypeError(f"dtype is {name}: it must be q's, one of {', '.join(ITEMSIZE)}")
     sizes = {"batch": batch, "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "head_dim": head_dim, "max_seqlen_k": max_seqlen_k}
@@ -96,7 +96,7 @@ def plan_decode(
             raise ArgumentError(f"{what} is a {type(size).__name__}: it must be an int")
         if size < 1:
             raise ShapeError(f"{what}={size} must be at least 1")
-    spec = named(device)
+    spec = named(str(device))
     if cuda_graph and spec is HOST_SPEC:
         raise DeviceError("cuda_graph=True was given with device='host': graphs belong to a GPU")
     slots = (batch, max_seqlen_k) if page_size is None else (1, page_size)
@@ -104,7 +104,7 @@ def plan_decode(
     shapes = (batch, 1, num_heads_q, head_dim), (*slots, num_heads_kv, head_dim), (*slots, num_heads_kv, 1)  # it is for values of any width
     call = Operands(*[_contiguous(shape, name) for shape in shapes]), CacheOperands(_contiguous((batch,), "int32"), page_table=table)
     plan.cached(cached(*call)[0], spec)
-    return DecodePlan(batch, num_heads_q, num_heads_kv, head_dim, page_size, max_seqlen_k, name, device, bool(cuda_graph))
+    return DecodePlan(batch, num_heads_q, num_heads_kv, head_dim, page_size, max_seqlen_k, name, str(device), bool(cuda_graph))
 
 
 def _contiguous(shape: tuple[int, ...], dtype: str) -> ArrayView:

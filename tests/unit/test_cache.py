@@ -154,6 +154,7 @@ def test_error_of_packed_queries_over_pages(error: type[Exception], message: str
         (ShapeError, "num_heads_q must be a multiple of num_heads_kv", {"num_heads_kv": 3}),
         (DtypeError, "dtype is int8: it must be q's, one of float16", {"dtype": np.int8}),
         (ArgumentError, "head_dim is a float: it must be an int", {"head_dim": 8.0}),
+        (ArgumentError, "dtype=3 is no dtype", {"dtype": 3}),
         (ArgumentError, "has no argument 'max_seqlens_k'; did you mean 'max_seqlen_k'?", {"max_seqlens_k": 3}),
         (DeviceError, "device='gpu' is unknown", {"device": "gpu"}),
         (DeviceError, "cuda_graph=True was given with device='host': graphs belong to a GPU", {"cuda_graph": True}),
