@@ -2,7 +2,7 @@
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
 // Work       A tile is kBlockM rows of one head. There is a block for each SM, which takes every gridDim-th tile, there and back; of
-//            packed sequences, whose tiles are listed, longest first, the next one that none has taken.
+//            packed sequences, whose tiles are listed (packed_tiles.cu), the next one that none has taken.
 // Walk       From the last visible key block down to the first.
 // Threads    Warpgroup 0 copies: one thread decides what is next and queues all loads. The others have 64 rows of S and O each, in
 //            registers, and do what they find in shared memory; of the key blocks of the tile each passes over those it does not see.
@@ -95,10 +95,10 @@ struct Tiles {
 template <class C>
 struct ListedTiles {
   TileList* list;
-  int heads, count, claimed;
+  int count, claimed;
 
-  __device__ explicit ListedTiles(const ForwardParams& p) : list(static_cast<TileList*>(p.row_tiles)), heads(p.num_heads_q) {
-    count = list->count * heads;
+  __device__ explicit ListedTiles(const ForwardParams& p) : list(static_cast<TileList*>(p.row_tiles)) {
+    count = list->count;
     claimed = blockIdx.x;
   }
   // Asks for the tile after the one that `next` gives, so that the answer is there in time.
@@ -109,8 +109,8 @@ struct ListedTiles {
     return tile;
   }
   __device__ Work<C> work(const ForwardParams& p, int tile) const {
-    const ListedTile listed = list->tiles[tile / heads];
-    Work<C> w(p, listed.b, tile % heads, listed.block, listed.sequence(p));
+    const ListedTile listed = list->tiles[tile];
+    Work<C> w(p, listed.b(p.num_heads_q), listed.h(p.num_heads_q), listed.block, listed.sequence(p));
     if (w.keys.empty()) w.keys = {0, 1, 0, 0};
     return w;
   }
