@@ -166,7 +166,7 @@ def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, blocks: int) -> int:
 def _section_of_tokens(p: AttentionProblem, columns: int) -> int:
     """How many tokens packed sequences have whose `columns` columns of all heads, 2 bytes each, share the L2; but no more sections than
     packed_tiles.cu has room for."""
-    return max(_SHARED_L2_BYTES // (2 * columns * p.num_heads_kv), _ceil_div(max(p.seqlen_q, p.seqlen_k), 255), 1)
+    return max(_SHARED_L2_BYTES // (2 * columns * p.num_heads_kv), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
 
 
 def _diagonal(p: AttentionProblem) -> int:

@@ -18,12 +18,12 @@
 namespace cupyflash {
 
 constexpr int kThreads = 1024, kSteps = 1024;
-constexpr int kSections = 256, kClasses = 32;  // plan.py keeps to so many sections
-constexpr int kFew = 8;                        // tiles that a thread does by itself
+constexpr int kSections = 64, kClasses = 16;  // plan.py keeps to so many sections
+constexpr int kFew = 8;                       // tiles that a thread does by itself
 
 struct Smem {
-  int tiles[kSections * kClasses];  // of a section and class; then where the next one of them goes
-  int tokens[kSteps + 1];           // of sequences of a length; then of all longer ones
+  int tiles[kThreads];     // of a section and class; then where the next one of them goes
+  int tokens[kSteps + 1];  // of sequences of a length; then of all longer ones
   int section_tokens[kSections], section_first[kSections + 1];
   int sums[kThreads / 32];
   int many[kThreads];  // sequences of more than a few tiles
@@ -66,67 +66,56 @@ __device__ inline int section_of(const ForwardParams& p, const Smem& smem, const
 // Scope: block. Calls seen(sequence, its number, block) once for each tile.
 template <class C, bool kKeys, class Seen>
 __device__ inline void for_each_tile(const ForwardParams& p, Smem& smem, int size, Seen seen) {
-  for (int first = -1; first <= p.batch; first += kThreads) {
-    if (threadIdx.x == 0) smem.num_many = 0;
-    __syncthreads();
-    const int b = first + threadIdx.x;
-    if (b <= p.batch) {
-      const PackedSequence s = sequence_of<C>(p, b);
-      const int count = (Side<kKeys>::length(s) + size - 1) / size;
-      if (count > kFew) {
-        smem.many[atomicAdd(&smem.num_many, 1)] = b;
-      } else {
-        for (int block = 0; block < count; ++block) seen(s, b, block);
+  if (threadIdx.x == 0) smem.num_many = 0;
+  __syncthreads();
+  for (int b = static_cast<int>(threadIdx.x) - 1; b <= p.batch; b += kThreads) {
+    const PackedSequence s = sequence_of<C>(p, b);
+    const int count = (Side<kKeys>::length(s) + size - 1) / size;
+    if (count > kFew) {
+      const int n = atomicAdd(&smem.num_many, 1);
+      if (n < kThreads) {
+        smem.many[n] = b;
+        continue;
       }
     }
-    __syncthreads();
-    for (int n = threadIdx.x / 32; n < smem.num_many; n += kThreads / 32) {
-      const int many = smem.many[n];
-      const PackedSequence s = sequence_of<C>(p, many);
-      const int count = (Side<kKeys>::length(s) + size - 1) / size;
-      for (int block = threadIdx.x % 32; block < count; block += 32) seen(s, many, block);
-    }
-    __syncthreads();
+    for (int block = 0; block < count; ++block) seen(s, b, block);
   }
+  __syncthreads();
+  for (int n = threadIdx.x / 32; n < min(smem.num_many, kThreads); n += kThreads / 32) {
+    const PackedSequence s = sequence_of<C>(p, smem.many[n]);
+    const int count = (Side<kKeys>::length(s) + size - 1) / size;
+    for (int block = threadIdx.x % 32; block < count; block += 32) seen(s, smem.many[n], block);
+  }
+  __syncthreads();
 }
 
-// Scope: block. Numbers, kEach a thread, become the sum of all before them; returns the sum of all.
-template <int kEach>
+// Scope: block. The number of each thread becomes the sum of all before it; returns the sum of all.
 __device__ inline int sum_before(Smem& smem, int* numbers) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int* const own = numbers + kEach * threadIdx.x;
-  int mine = 0;
-  for (int n = 0; n < kEach; ++n) mine += own[n];
-  int sum = mine;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kWarp, sum, step);
-    sum += lane >= step ? other : 0;
-  }
+  auto sum_up_to_lane = [&](int sum) {
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(kWarp, sum, step);
+      sum += lane >= step ? other : 0;
+    }
+    return sum;
+  };
+  const int own = numbers[threadIdx.x], sum = sum_up_to_lane(own);
   if (lane == 31) smem.sums[warp] = sum;
   __syncthreads();
-  int total = 0, before = 0;
-  for (int n = 0; n < kThreads / 32; ++n) {
-    before += n < warp ? smem.sums[n] : 0;
-    total += smem.sums[n];
-  }
-  before += sum - mine;
-  for (int n = 0; n < kEach; ++n) {
-    const int number = own[n];
-    own[n] = before;
-    before += number;
-  }
+  const int of_warps = sum_up_to_lane(smem.sums[lane]);
+  const int before = __shfl_sync(kWarp, of_warps, max(warp - 1, 0));
+  numbers[threadIdx.x] = (warp > 0 ? before : 0) + sum - own;
   __syncthreads();
-  return total;
+  return __shfl_sync(kWarp, of_warps, 31);
 }
 
 template <class C, bool kKeys>
 __device__ inline void list_tiles(const ForwardParams& p, Smem& smem, int h) {
-  static_assert(kThreads == kSteps && kSections < kThreads && 32 * C::kWarps == kThreads);
+  static_assert(kThreads == kSteps && kThreads == kSections * kClasses && kThreads == 32 * C::kWarps);
   auto* const list = static_cast<TileList*>(kKeys ? p.key_tiles : p.row_tiles);
   const int size = kKeys ? p.tile_keys : p.tile_rows, heads = kKeys ? p.num_heads_kv : p.num_heads_q;
 
-  for (int n = threadIdx.x; n < kSections * kClasses; n += kThreads) smem.tiles[n] = 0;
-  smem.tokens[threadIdx.x] = 0;
+  smem.tiles[threadIdx.x] = smem.tokens[threadIdx.x] = 0;
   if (threadIdx.x < kSections) smem.section_tokens[threadIdx.x] = 0;
   __syncthreads();
   for (int b = static_cast<int>(threadIdx.x) - 1; b <= p.batch; b += kThreads) {
@@ -134,7 +123,7 @@ __device__ inline void list_tiles(const ForwardParams& p, Smem& smem, int h) {
     atomicAdd(&smem.tokens[step_of(tokens)], tokens);
   }
   __syncthreads();
-  const int tokens = sum_before<1>(smem, smem.tokens);
+  const int tokens = sum_before(smem, smem.tokens);
   if (threadIdx.x == 0) smem.tokens[kSteps] = tokens;
   __syncthreads();
 
@@ -145,7 +134,7 @@ __device__ inline void list_tiles(const ForwardParams& p, Smem& smem, int h) {
     atomicAdd(&smem.tiles[class_number(s, b, block)], 1);
     if (block == 0) atomicAdd(&smem.section_tokens[section_of<kKeys>(p, smem, s, b)], Side<kKeys>::passing(s));
   });
-  const int count = sum_before<kSections * kClasses / kThreads>(smem, smem.tiles);
+  const int count = sum_before(smem, smem.tiles);
   const bool fits = count <= most_tiles(kKeys ? p.seqlen_k : p.seqlen_q, p.batch, size);
   if (h == 0 && threadIdx.x == 0) {
     list->count = fits ? count * heads : 0;
