@@ -239,6 +239,24 @@ __device__ inline bool have_reference(const RowState<1>& state) {
   return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f));
 }
 
+// Scope: warp. O of the rows that lie in panels, 8 where they are all that fits, as far as they are of the sequence.
+template <class C>
+__device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char* panels, int panel_bytes, int row) {
+  constexpr int kRows = C::kOwnOut ? 8 : 16, kChunks = C::kHeadDimV / 8;
+  auto* const out = static_cast<typename C::Out*>(p.out) + w.h * p.out_stride_head + (rows_before<C>(w.s) + row) * p.out_stride_seq;
+  const int count = min(rows_of<C>(p, w.s) - row, kRows) * kChunks;
+  __syncwarp();
+#pragma unroll 1
+  for (int n = threadIdx.x % 32; n < count; n += 32) {
+    const int chunk = n % kChunks;
+    if (8 * chunk < p.head_dim_v) {
+      const auto& from = *reinterpret_cast<const unsigned (*)[4]>(chunk_of(panels, panel_bytes, n / kChunks, chunk));
+      global_store_16(out + n / kChunks * p.out_stride_seq + 8 * chunk, from);
+    }
+  }
+  __syncwarp();
+}
+
 // The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator: through the warp's own rows of sQ, or through memory of its
 // own that holds eight rows. bulk_wait_read says when that is free again.
 template <class C>
@@ -253,7 +271,8 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
   } else {
     constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
     char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
-    // Boxes of 8 or 16 rows must not reach into the next sequence.
+    // Boxes of 8 or 16 rows must not reach into the next sequence: there lanes copy what is of this one. (To leave each pair of elements to
+    // one or the other way doubled the kernel's instructions, and a tile at D = 128 took 2 us longer.)
     const bool whole = !C::kPacked || uniform(w.row + warp_row + 16 <= rows_of<C>(p, w.s));
     if constexpr (C::kOwnOut) {
       bulk_wait_read();
@@ -264,12 +283,12 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
     return finish<C, 1>(
         p, w, rO, state, warp_row,
         [&](int row, int column, Pair<typename C::Out> pair) {
-          if (C::kPacked && !whole) return store_pair<C>(p, w, w.row + warp_row + row, column, pair);
           if constexpr (C::kOwnOut) row %= 8;
           *reinterpret_cast<Pair<typename C::Out>*>(chunk_of(rows, kPanelBytes, row, column / 8) + column % 8 * 2) = pair;
         },
         [&](int half) {
-          if ((!C::kOwnOut && half == 0) || !whole) return;
+          if (!C::kOwnOut && half == 0) return;
+          if (C::kPacked && !whole) return copy_rows<C>(p, w, rows, kPanelBytes, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
           fence_async_proxy();
           __syncwarp();
           if (thread % 32 == 0) {
