@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
     steps: tuple[Step, ...]
     workspaces: tuple[tuple[str, int], ...] = ()
-    section: int = 1  # how many heads the kernels of sm_90 take together in the order of their tiles
+    section: int = 1  # heads that the kernels of sm_90 take together in the order of their tiles; of packed sequences, tokens
     tiles: tuple[int, int] = (0, 0)  # of packed sequences: rows of those in the workspace row_tiles, keys of those in key_tiles
     sum_width: int = 0  # columns that the sums of dq have
 
@@ -73,8 +73,9 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
         return Plan((step,), section=section)
     assert isinstance(variant.config, FwdConfig | Sm90Config)
     block_m = variant.config.block_m
-    workspaces = (("row_tiles", _list_bytes(p.seqlen_q, p.batch, block_m)),)
-    return Plan((_listing(args), step), workspaces, section, (block_m, 0))
+    lists = (block_m, 0)
+    workspaces = tuple(_list_bytes(p, lists).items())
+    return Plan((_listing(p, lists, args), step), workspaces, _section_of_tokens(p, p.head_dim + p.head_dim_v), lists)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,10 +116,10 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     }
     tiles = (0, 0)
     if p.packed and tiled:
-        steps, tiles = (_listing(args), *steps), _listed(gradients)
-        workspaces["row_tiles"] = _list_bytes(p.seqlen_q, p.batch, tiles[0]) if tiles[0] else 0
-        workspaces["key_tiles"] = _list_bytes(p.seqlen_k, p.batch, tiles[1]) if tiles[1] else 0
-    section = 1
+        tiles = _listed(gradients)
+        steps = (_listing(p, tiles, args), *steps)
+        workspaces |= _list_bytes(p, tiles)
+    section = _section_of_tokens(p, 3 * p.head_dim + p.head_dim_v) if p.packed else 1
     if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags and not p.packed:
         section = _section_of_keys(p, variant.config, device.num_sms)
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
@@ -182,6 +183,12 @@ def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, blocks: int) -> int:
 
     head_bytes = 2 * p.seqlen_q * (3 * p.head_dim + p.head_dim_v)
     return _balanced(rows * (p.num_heads_q // p.num_heads_kv), p.batch * p.num_heads_kv, head_bytes, largest_load)
+
+
+def _section_of_tokens(p: AttentionProblem, columns: int) -> int:
+    """How many tokens packed sequences have whose `columns` columns of all heads, 2 bytes each, share the L2; but no more sections than
+    packed_tiles.cu has room for."""
+    return max(_SHARED_L2_BYTES // (2 * columns * p.num_heads_kv), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
 
 
 def _diagonal(p: AttentionProblem) -> int:
@@ -434,19 +441,21 @@ def _listed(launches: tuple[_Launch, ...]) -> tuple[int, int]:
 
 
 def _most_tiles(tokens: int, sequences: int, size: int) -> int:
-    """How many tiles packed sequences have at most, each of its own first token on, and what lies before and behind them all."""
+    """How many tiles packed sequences have at most: `most_tiles` in work.cuh."""
     return tokens // size + min(sequences + 2, tokens)
 
 
-def _list_bytes(tokens: int, sequences: int, size: int) -> int:
-    """Of a TileList in work.cuh."""
-    return 16 + 32 * _most_tiles(tokens, sequences, size)
+def _list_bytes(p: AttentionProblem, tiles: tuple[int, int]) -> dict[str, int]:
+    """Of each TileList in work.cuh."""
+    sides = {"row_tiles": (tiles[0], p.seqlen_q, p.num_heads_q), "key_tiles": (tiles[1], p.seqlen_k, p.num_heads_kv)}
+    return {name: 16 + 32 * heads * _most_tiles(tokens, p.batch, size) for name, (size, tokens, heads) in sides.items() if size}
 
 
-def _listing(args: tuple[str, ...]) -> Step:
-    """The kernel before those whose tiles it lists: a block for those of rows, one for those of keys. It takes any mask as a window."""
+def _listing(p: AttentionProblem, tiles: tuple[int, int], args: tuple[str, ...]) -> Step:
+    """The kernel before those whose tiles it lists: a block for each head and list. It takes any mask as a window."""
     variant = Variant("packed_tiles", "float32", 0, 0, ("local", "packed", "used"), SimpleConfig(32))
-    return Step(variant, (2, 1, 1), variant.threads, 0, args, "the order of the tiles, longest first")
+    blocks = (p.num_heads_q if tiles[0] else 0) + (p.num_heads_kv if tiles[1] else 0)
+    return Step(variant, (blocks, 1, 1), variant.threads, 0, args, "the order of the tiles")
 
 
 def _ceil_div(n: int, step: int) -> int:

@@ -36,8 +36,8 @@ __device__ inline void convert(const BackwardParams& p, int b, int h, int row) {
 #pragma unroll
   for (int n = 0; n < C::kHeadDim / 8; ++n) Sums::read(Sums::at(gHead, row / 16, n), rdQ[0][n]);
 
-  auto* g = static_cast<typename C::Element*>(p.dq) + b * p.dq_stride_batch + h * p.dq_stride_head +
-            (rows_before<C>(s) + row) * p.dq_stride_seq;
+  auto* g =
+      static_cast<typename C::Element*>(p.dq) + b * p.dq_stride_batch + h * p.dq_stride_head + (rows_before<C>(s) + row) * p.dq_stride_seq;
   const float scale = static_cast<float>(f.softmax_scale);
   const int count = rows_of<C>(f, s) - row;
   if constexpr (C::kUnaligned) {

@@ -167,8 +167,8 @@ __device__ inline void finish_keys(const BackwardParams& p, Smem<C>& smem, const
 template <class C>
 __device__ inline KeyWork<C> work_of(const ForwardParams& f, int block) {
   if constexpr (C::kPacked) {
-    const ListedTile tile = static_cast<const TileList*>(f.key_tiles)->tiles[block / f.num_heads_kv];
-    return {f, tile.b, block % f.num_heads_kv, tile.block, tile.sequence(f)};
+    const ListedTile tile = static_cast<const TileList*>(f.key_tiles)->tiles[block];
+    return {f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.block, tile.sequence(f)};
   } else {
     const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
     return {f, block / key_blocks, block % key_blocks};
@@ -183,7 +183,7 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   const ForwardParams& f = p.forward;
   constexpr int kThreads = 32 * C::kWarps;
   if constexpr (C::kPacked) {
-    if (blockIdx.x / f.num_heads_kv >= static_cast<const TileList*>(f.key_tiles)->count) return;
+    if (blockIdx.x >= static_cast<const TileList*>(f.key_tiles)->count) return;
   }
   const KeyWork<C> w = work_of<C>(f, blockIdx.x);
   const S share(threadIdx.x / 32);

@@ -57,11 +57,10 @@ struct Smem {
 // The tile whose keys are in a buffer.
 template <class C>
 __device__ inline KeyWork<C> work_in(const ForwardParams& f, const Smem<C>& smem, int buffer, int tile) {
-  const KeyTilesOf<C> tiles(f);
   if constexpr (C::kPacked) {
-    return tiles.work(f, smem.listed[buffer], tile);
+    return KeyTilesOf<C>::work(f, smem.listed[buffer]);
   } else {
-    return tiles.work(f, tile);
+    return KeyTilesOf<C>(f).work(f, tile);
   }
 }
 
@@ -78,7 +77,7 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
       smem.tile[buffer] = tile < tiles.count() ? tile : -1;
       if (tile >= tiles.count()) return mbarrier_arrive(smem_address(&smem.keys_full[buffer]));
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);  // on its way while this one is copied
-      if constexpr (C::kPacked) smem.listed[buffer] = tiles.list->tiles[tile / tiles.heads];
+      if constexpr (C::kPacked) smem.listed[buffer] = tiles.list->tiles[tile];
       const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
       load_keys<C>(maps, smem, w, buffer);
       load_rows<C>(p.forward, maps, smem, w, n);

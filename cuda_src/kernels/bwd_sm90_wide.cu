@@ -135,8 +135,8 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   share.add_last();
   if (p.dv) {
     const int key = first_key(w);
-    auto* out = static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head +
-                (keys_before<C>(w.s) + key) * p.dv_stride_seq;
+    auto* out =
+        static_cast<Element*>(p.dv) + w.b * p.dv_stride_batch + w.h_kv * p.dv_stride_head + (keys_before<C>(w.s) + key) * p.dv_stride_seq;
     store_chunks<C::kHeadDimV>(out, p.dv_stride_seq, keys_of<C>(f, w.s) - key, f.head_dim_v, rdV[0], 1.0f);
   }
   return not_finite(rdV[0]);
@@ -204,8 +204,8 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   share.add_last();
   if (p.dk) {
     const int key = first_key(w);
-    auto* out = static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head +
-                (keys_before<C>(w.s) + key) * p.dk_stride_seq;
+    auto* out =
+        static_cast<Element*>(p.dk) + w.b * p.dk_stride_batch + w.h_kv * p.dk_stride_head + (keys_before<C>(w.s) + key) * p.dk_stride_seq;
     store_chunks<C::kHeadDim>(out, p.dk_stride_seq, keys_of<C>(f, w.s) - key, f.head_dim, rdK[0], static_cast<float>(f.softmax_scale));
   }
   return not_finite(rdK[0]);

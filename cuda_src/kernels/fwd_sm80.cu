@@ -4,7 +4,7 @@
 //            P = exp2(S * scale_log2 - reference), where reference is the row maximum in those units as it was when a score last passed
 //            it by kGrowth. Row sums are reduced across lanes once, at the end.
 // Work       One block computes kBlockM rows of one head, the last row blocks of a head first: under a causal mask they are the longest.
-//            Of packed sequences as they are listed, longest first.
+//            Of packed sequences as they are listed (packed_tiles.cu).
 // Walk       From the last visible key block down to the first; the diagonal and the tail are masked and come first, the left edge of a
 //            window last, and between them the unmasked step runs.
 // Threads    kWarps warps, each with kBlockM / kWarps rows (16 or 32) of S and O in registers.
@@ -41,7 +41,8 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
   const int warp_row = threadIdx.x / 32 * 16 * kTiles;
   const int group = p.num_heads_q / p.num_heads_kv;
 
-  const Element* gQ = static_cast<const Element*>(p.q) + w.b * p.q_stride_batch + w.h * p.q_stride_head + rows_before<C>(w.s) * p.q_stride_seq;
+  const Element* gQ =
+      static_cast<const Element*>(p.q) + w.b * p.q_stride_batch + w.h * p.q_stride_head + rows_before<C>(w.s) * p.q_stride_seq;
   const long long first_key = keys_before<C>(w.s);
   const Element* gK =
       static_cast<const Element*>(p.k) + w.b * p.k_stride_batch + w.h / group * p.k_stride_head + first_key * p.k_stride_seq;

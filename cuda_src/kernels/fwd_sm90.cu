@@ -2,10 +2,11 @@
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
 // Work       A tile is kBlockM rows of one head. There is a block for each SM, which takes every gridDim-th tile, there and back; of
-//            packed sequences, whose tiles are listed, longest first, the next one that none has taken.
+//            packed sequences, whose tiles are listed (packed_tiles.cu), the next one that none has taken.
 // Walk       From the last visible key block down to the first.
-// Threads    Warpgroup 0 copies: one thread decides what is next and queues all loads. The others have 64 rows of S and O each, in
-//            registers, and do what they find in shared memory; of the key blocks of the tile each passes over those it does not see.
+// Threads    Warpgroup 0 copies: one thread queues all loads, and decides what is next, which of packed sequences another one does. The
+//            other warpgroups have 64 rows of S and O each, in registers, and do what they find in shared memory; of the key blocks of the
+//            tile each passes over those it does not see.
 // Smem       kStagesQ tiles of Q, each with its Work, then kStages tiles of K and of V; a barrier that says "full" and one that says
 //            "empty" for each.
 // Way out    As fwd_sm80: a row that left the range is computed again by attend_row.
@@ -31,8 +32,9 @@ struct Smem {
   alignas(1024) char o[C::kOwnOut ? C::kBlockM / 16 : 1][C::kOwnOut ? TileO::kBytes : 1024];  // of a warp
   alignas(8) unsigned long long q_full[C::kStagesQ], q_empty[C::kStagesQ];
   unsigned long long k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-  // Of this tile and the next in turn, its keys those that are copied; row -1: there is no more. One more where it is written early.
+  // Of this tile and the next in turn, its keys those that are copied; row -1: there is no more. One more where another thread finds them.
   static constexpr int kWorks = C::kPacked ? 3 : 2;
+  unsigned long long work_full[C::kPacked ? kWorks : 1];
   Work<C> work[kWorks];
 };
 
@@ -91,47 +93,54 @@ struct Tiles {
   }
 };
 
-// The same for packed sequences.
+// Scope: one thread. Of packed sequences: finds each tile while the one before it is copied. To ask for it, to read the list and to divide
+// takes as long as a block of keys; by the thread that copies, between tiles, it made calls 5-15 % slower.
 template <class C>
-struct ListedTiles {
-  TileList* list;
-  int heads, count, claimed;
+__device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
+  static_assert(C::kStagesQ == 1 || !C::kOwnOut, "Q is released when nobody needs what is known of the tile before");
+  auto* const list = static_cast<TileList*>(p.row_tiles);
+  Ring<Smem<C>::kWorks> works;
+  Ring<C::kStagesQ> q;
+  for (int tile = blockIdx.x;; ++works.used) {
+    if (works.used > 0) {
+      mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);  // of the tile before
+      ++q.used;
+    }
+    Work<C>& w = smem.work[works.stage()];
+    const bool more = tile < list->count;
+    if (more) {
+      const ListedTile listed = list->tiles[tile];
+      tile = gridDim.x + atomicAdd(&list->taken, 1);
+      w = Work<C>(p, listed.b(p.num_heads_q), listed.h(p.num_heads_q), listed.block, listed.sequence(p));
+      if (w.keys.empty()) w.keys = {0, 1, 0, 0};
+    } else {
+      w.row = -1;
+    }
+    mbarrier_arrive(smem_address(&smem.work_full[works.stage()]));
+    if (!more) return;
+  }
+}
 
-  __device__ explicit ListedTiles(const ForwardParams& p) : list(static_cast<TileList*>(p.row_tiles)), heads(p.num_heads_q) {
-    count = list->count * heads;
-    claimed = blockIdx.x;
-  }
-  // Asks for the tile after the one that `next` gives, so that the answer is there in time.
-  __device__ int next() {
-    const int tile = claimed;
-    if (tile >= count) return -1;
-    claimed = gridDim.x + atomicAdd(&list->taken, 1);
-    return tile;
-  }
-  __device__ Work<C> work(const ForwardParams& p, int tile) const {
-    const ListedTile listed = list->tiles[tile / heads];
-    Work<C> w(p, listed.b, tile % heads, listed.block, listed.sequence(p));
-    if (w.keys.empty()) w.keys = {0, 1, 0, 0};
-    return w;
-  }
-};
-
+// Scope: one thread.
 template <class C>
 __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using S = Smem<C>;
   Ring<C::kStagesQ> q;
   Ring<C::kStages> k, v;
-  typename Choice<C::kPacked, ListedTiles<C>, Tiles<C>>::Type tiles(p);
-  int tile = tiles.next();
+  Tiles<C> tiles(p);
+  int tile = 0;
   Work<C> next;
-  auto look_up = [&](unsigned n) {  // tile n of the block
+  auto find_next = [&] {
     if constexpr (C::kPacked) {
-      if (tile >= 0) smem.work[n % S::kWorks] = tiles.work(p, tile);  // this thread has no registers for it
+      const Ring<S::kWorks> works{q.used};
+      mbarrier_wait(smem_address(&smem.work_full[works.stage()]), works.parity());
+      tile = smem.work[works.stage()].row;
     } else {
-      next = tiles.work(p, tile);
+      tile = tiles.next();
     }
   };
-  look_up(0);
+  find_next();
+  if constexpr (!C::kPacked) next = tiles.work(p, tile);
   while (tile >= 0) {
     const Work<C> copy = next;
     const Work<C>& w = C::kPacked ? smem.work[q.used % S::kWorks] : copy;
@@ -151,12 +160,14 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     if constexpr (!C::kPacked) smem.work[q.used % S::kWorks] = w;
     load_tile_of<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], rows_before<C>(w.s) + w.row, w.h, batch);
     ++q.used;
-    tile = tiles.next();
-    if (!C::kPacked && tile >= 0) {
-      look_up(q.used);                   // divisions, while the loads are on their way
-      if constexpr (C::kStagesQ == 1) {  // all blocks of the grid ask for their next Q at about the same time, too late to wait for DRAM
+    if constexpr (!C::kPacked) {
+      find_next();
+      if (tile >= 0) {
+        next = tiles.work(p, tile);        // divisions, while the loads are on their way
+        if constexpr (C::kStagesQ == 1) {  // all blocks of the grid ask for their next Q at about the same time, too late to wait for DRAM
 #pragma unroll
-        for (int n = 0; n < S::TileQ::kCount; ++n) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
+          for (int n = 0; n < S::TileQ::kCount; ++n) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
+        }
       }
     }
     for (int j = w.keys.last - 2; j >= w.keys.first; --j) {
@@ -164,10 +175,10 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
       load_v(j + 1);
     }
     load_v(w.keys.first);
-    if constexpr (C::kPacked) look_up(q.used);  // what it waits for would hold up the loads
+    if constexpr (C::kPacked) find_next();
   }
   mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-  smem.work[q.used % S::kWorks].row = -1;
+  if constexpr (!C::kPacked) smem.work[q.used % S::kWorks].row = -1;
   mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
 }
 
@@ -228,6 +239,24 @@ __device__ inline bool have_reference(const RowState<1>& state) {
   return __all_sync(kWarp, fminf(state.reference[0][0], state.reference[0][1]) > -infinity(0.0f));
 }
 
+// Scope: warp. O of the rows that lie in panels, 8 where they are all that fits, as far as they are of the sequence.
+template <class C>
+__device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char* panels, int panel_bytes, int row) {
+  constexpr int kRows = C::kOwnOut ? 8 : 16, kChunks = C::kHeadDimV / 8;
+  auto* const out = static_cast<typename C::Out*>(p.out) + w.h * p.out_stride_head + (rows_before<C>(w.s) + row) * p.out_stride_seq;
+  const int count = min(rows_of<C>(p, w.s) - row, kRows) * kChunks;
+  __syncwarp();
+#pragma unroll 1
+  for (int n = threadIdx.x % 32; n < count; n += 32) {
+    const int chunk = n % kChunks;
+    if (8 * chunk < p.head_dim_v) {
+      const auto& from = *reinterpret_cast<const unsigned (*)[4]>(chunk_of(panels, panel_bytes, n / kChunks, chunk));
+      global_store_16(out + n / kChunks * p.out_stride_seq + 8 * chunk, from);
+    }
+  }
+  __syncwarp();
+}
+
 // The end of a tile: O and LSE of a warp's rows. O leaves by the accelerator: through the warp's own rows of sQ, or through memory of its
 // own that holds eight rows. bulk_wait_read says when that is free again.
 template <class C>
@@ -242,7 +271,8 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
   } else {
     constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
     char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
-    // Boxes of 8 or 16 rows must not reach into the next sequence.
+    // Boxes of 8 or 16 rows must not reach into the next sequence: there lanes copy what is of this one. (To leave each pair of elements to
+    // one or the other way doubled the kernel's instructions, and a tile at D = 128 took 2 us longer.)
     const bool whole = !C::kPacked || uniform(w.row + warp_row + 16 <= rows_of<C>(p, w.s));
     if constexpr (C::kOwnOut) {
       bulk_wait_read();
@@ -253,12 +283,12 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
     return finish<C, 1>(
         p, w, rO, state, warp_row,
         [&](int row, int column, Pair<typename C::Out> pair) {
-          if (C::kPacked && !whole) return store_pair<C>(p, w, w.row + warp_row + row, column, pair);
           if constexpr (C::kOwnOut) row %= 8;
           *reinterpret_cast<Pair<typename C::Out>*>(chunk_of(rows, kPanelBytes, row, column / 8) + column % 8 * 2) = pair;
         },
         [&](int half) {
-          if ((!C::kOwnOut && half == 0) || !whole) return;
+          if (!C::kOwnOut && half == 0) return;
+          if (C::kPacked && !whole) return copy_rows<C>(p, w, rows, kPanelBytes, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
           fence_async_proxy();
           __syncwarp();
           if (thread % 32 == 0) {
@@ -488,12 +518,16 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
       mbarrier_init(smem_address(&smem.k_empty[n]), 4 * kConsumers);
       mbarrier_init(smem_address(&smem.v_empty[n]), 4 * kConsumers);
     }
+    if constexpr (C::kPacked) {
+      for (auto& full : smem.work_full) mbarrier_init(smem_address(&full), 1);
+    }
     mbarrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_give<kConsumers == 2 ? 24 : 32>();
     if (threadIdx.x == 0) produce<C>(p, maps, smem);
+    if (C::kPacked && threadIdx.x == 32) look_up<C>(p, smem);
   } else {
     registers_take<kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112>();  // in all no more than the block was launched with
     consume<C>(p, maps, smem);

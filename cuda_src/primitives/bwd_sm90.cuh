@@ -56,18 +56,17 @@ struct KeyTiles {
   }
 };
 
-// The same for packed sequences, whose tiles are listed, longest first.
+// The same for packed sequences, whose tiles are listed (packed_tiles.cu).
 template <class C>
 struct ListedKeyTiles {
   const TileList* list;
-  int heads;
 
-  __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)), heads(f.num_heads_kv) {}
-  __device__ long long count() const { return static_cast<long long>(list->count) * heads; }
-  __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& listed, int tile) const {
-    return KeyWork<C>(f, listed.b, tile % heads, listed.block, listed.sequence(f));
+  __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)) {}
+  __device__ long long count() const { return list->count; }
+  static __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& tile) {
+    return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.block, tile.sequence(f));
   }
-  __device__ KeyWork<C> work(const ForwardParams& f, int tile) const { return work(f, list->tiles[tile / heads], tile); }
+  __device__ KeyWork<C> work(const ForwardParams& f, int tile) const { return work(f, list->tiles[tile]); }
 };
 template <class C>
 using KeyTilesOf = typename Choice<C::kPacked, ListedKeyTiles<C>, KeyTiles<C>>::Type;

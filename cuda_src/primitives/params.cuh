@@ -38,11 +38,11 @@ struct ForwardParams {
   double softcap;  // 0: none
 
   int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv;  // packed: batch counts sequences, lengths are Tq and Tk
-  int head_dim, head_dim_v;       // the true ones; tiles may be wider
-  int window_left, window_right;  // distances from the diagonal, 2^31 - 1: unlimited
-  int top_left;                   // the diagonal is j = i, else j = i + used_k - used_q
-  int section;                    // how many heads the order of the tiles takes together (plan.py)
-  int tile_rows, tile_keys;       // of row_tiles and key_tiles
+  int head_dim, head_dim_v;                                  // the true ones; tiles may be wider
+  int window_left, window_right;                             // distances from the diagonal, 2^31 - 1: unlimited
+  int top_left;                                              // the diagonal is j = i, else j = i + used_k - used_q
+  int section;               // how many heads, or tokens of packed sequences, the order of the tiles takes together (plan.py)
+  int tile_rows, tile_keys;  // of row_tiles and key_tiles
   float softmax_scale_log2;
 };
 

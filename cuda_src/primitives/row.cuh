@@ -46,10 +46,8 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
 
   const long long row = rows_before<C>(s) + i, first_key = keys_before<C>(s);
   const Element* gQ = static_cast<const Element*>(p.q) + b * p.q_stride_batch + row * p.q_stride_seq + h * p.q_stride_head;
-  const Element* gK =
-      static_cast<const Element*>(p.k) + b * p.k_stride_batch + h / group * p.k_stride_head + first_key * p.k_stride_seq;
-  const Element* gV =
-      static_cast<const Element*>(p.v) + b * p.v_stride_batch + h / group * p.v_stride_head + first_key * p.v_stride_seq;
+  const Element* gK = static_cast<const Element*>(p.k) + b * p.k_stride_batch + h / group * p.k_stride_head + first_key * p.k_stride_seq;
+  const Element* gV = static_cast<const Element*>(p.v) + b * p.v_stride_batch + h / group * p.v_stride_head + first_key * p.v_stride_seq;
 
   Acc rQ[kPerLane];
   for (int n = 0; n < kPerLane; ++n) rQ[n] = lane + 32 * n < p.head_dim ? widen(gQ[lane + 32 * n]) : Acc(0);

@@ -66,12 +66,13 @@ struct Work {
   }
 };
 
-// The tiles of all sequences of a packed call, longest first, as packed_tiles.cu leaves them: which block of which sequence, for all heads,
-// and what is known of the sequence.
+// The tiles of a packed call in the order of packed_tiles.cu: which block of which sequence and head, and what is known of the sequence.
 struct alignas(16) ListedTile {
-  int b, block;
+  int head, block;  // the head counts through all sequences, from number -1 on: 32 bytes are what kernels have registers for
   int used_q, used_k, first_q, first_k, len_q, len_k;
 
+  __device__ int b(int heads) const { return head / heads - 1; }
+  __device__ int h(int heads) const { return head % heads; }
   __device__ PackedSequence sequence(const ForwardParams& p) const {
     return {{used_q, used_k, p.top_left ? 0 : used_k - used_q}, first_q, first_k, len_q, len_k};
   }
@@ -81,20 +82,22 @@ struct alignas(16) TileList {
   int taken;  // beyond a block's first, by blocks that ask for tile after tile
   ListedTile tiles[1];
 };
+// How many tiles of a head packed sequences have at most, each of its own first token on, and what lies before and behind them all.
+__device__ inline int most_tiles(int tokens, int sequences, int size) { return tokens / size + min(sequences + 2, tokens); }
 
 // Whether there is a tile for this block of a kernel whose blocks compute one each: of packed sequences the host knows only how many there
 // are at most.
 template <class C>
 __device__ inline bool has_work(const ForwardParams& p) {
-  if constexpr (C::kPacked) return blockIdx.x / p.num_heads_q < static_cast<const TileList*>(p.row_tiles)->count;
+  if constexpr (C::kPacked) return blockIdx.x < static_cast<const TileList*>(p.row_tiles)->count;
   return true;
 }
 // The tile of a block of rows.
 template <class C>
 __device__ inline Work<C> row_work(const ForwardParams& p) {
   if constexpr (C::kPacked) {
-    const ListedTile tile = static_cast<const TileList*>(p.row_tiles)->tiles[blockIdx.x / p.num_heads_q];
-    return Work<C>(p, tile.b, blockIdx.x % p.num_heads_q, tile.block, tile.sequence(p));
+    const ListedTile tile = static_cast<const TileList*>(p.row_tiles)->tiles[blockIdx.x];
+    return Work<C>(p, tile.b(p.num_heads_q), tile.h(p.num_heads_q), tile.block, tile.sequence(p));
   } else {
     const int row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
     return Work<C>(p, blockIdx.x / row_blocks, row_blocks - 1 - blockIdx.x % row_blocks);
@@ -113,8 +116,8 @@ __device__ inline int sum_rows_before(const SequenceOf<C>& s, int b) {
   return 0;
 }
 
-// Which `rows` rows of the `length` of one head a block takes whose warps share nothing. Heads pass by first, then rows: where the rows of a head are 128
-// bytes in 4096, as in (B, S, H, D), the blocks that run at the same time read and write whole rows of all heads.
+// Which `rows` rows of the `length` of one head a block takes whose warps share nothing. Heads pass by first, then rows: where the rows of
+// a head are 128 bytes in 4096, as in (B, S, H, D), the blocks that run at the same time read and write whole rows of all heads.
 struct HeadRows {
   int b, h, row;  // row: the first of the block
   __device__ HeadRows(const ForwardParams& p, int rows, int length) {

@@ -225,6 +225,7 @@ def packed_rows() -> list[Any]:
 @pytest.mark.parametrize(("row", "backward_row", "dtype"), packed_rows())
 def test_packed(row: Row, backward_row: Row, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_SHORT_SEQUENCES", 0)  # so that dq is summed up as that of long sequences
+    monkeypatch.setattr(plan, "_SHARED_L2_BYTES", 60 * 4 * 128)  # so that there are several sections, and such that take one head at a time
     packed_agrees(row, backward_row, dtype, {"causal": bool(row.causal)}, rng)
     if row.options:
         rows = np.array([5, 0, 60, 100, 1], np.int32)

@@ -224,7 +224,7 @@ def test_gradients_of_pair(case, rng):
         assert (grad.shape, grad.dtype) == (given[name].shape, given[name].dtype)
         assert results.get(f"d{name}") is None or grad is results[f"d{name}"]
         judged = grad.dtype if grad.dtype.itemsize < dtype.itemsize else dtype
-        unit = 1 if name != "alibi_slopes" else max(1, *itertools.chain(*LENGTHS[case["lengths"]]))  # slope * unit * (distance / unit)
+        unit = 1 if name != "alibi_slopes" else max([1, *itertools.chain(*LENGTHS[case["lengths"]])])  # slope * unit * (distance / unit)
         judge(grad / unit, expected[name] / unit, standard[name] / unit, dtype=judged, name=f"d{name}", kind="gradient")
         if name in "kv":
             np.testing.assert_array_equal(grad[(expected["v"] == 0).all(axis=-1)].astype(float), 0)  # keys that nobody sees
