@@ -58,12 +58,13 @@ __device__ inline int class_of(const ForwardParams& p, const PackedSequence& s, 
 // Sequences of a step are taken for evenly spread over all.
 template <bool kKeys>
 __device__ inline int section_of(const ForwardParams& p, const Smem& smem, const PackedSequence& s, int b) {
-  const int step = step_of(Side<kKeys>::passing(s)), before = smem.tokens[step];
-  const float inside = static_cast<float>(smem.tokens[step + 1] - before) * (static_cast<float>(b + 1) / static_cast<float>(p.batch + 2));
-  return min(static_cast<int>((static_cast<float>(before) + inside) / static_cast<float>(p.section)), kSections - 1);
+  const int own = Side<kKeys>::passing(s), step = step_of(own), before = smem.tokens[step];
+  const float others = static_cast<float>(smem.tokens[step + 1] - before - own);
+  const float first = static_cast<float>(before) + others * (static_cast<float>(b + 1) / static_cast<float>(p.batch + 2));
+  return clamp(static_cast<int>(first / static_cast<float>(p.section)), 0, kSections - 1);
 }
 
-// Scope: block. Calls seen(sequence, its number, block) once for each tile.
+// Scope: block. Calls seen(sequence, its number, its section, block) once for each tile.
 template <class C, bool kKeys, class Seen>
 __device__ inline void for_each_tile(const ForwardParams& p, Smem& smem, int size, Seen seen) {
   if (threadIdx.x == 0) smem.num_many = 0;
@@ -78,13 +79,15 @@ __device__ inline void for_each_tile(const ForwardParams& p, Smem& smem, int siz
         continue;
       }
     }
-    for (int block = 0; block < count; ++block) seen(s, b, block);
+    const int section = section_of<kKeys>(p, smem, s, b);
+    for (int block = 0; block < count; ++block) seen(s, b, section, block);
   }
   __syncthreads();
   for (int n = threadIdx.x / 32; n < min(smem.num_many, kThreads); n += kThreads / 32) {
     const PackedSequence s = sequence_of<C>(p, smem.many[n]);
     const int count = (Side<kKeys>::length(s) + size - 1) / size;
-    for (int block = threadIdx.x % 32; block < count; block += 32) seen(s, smem.many[n], block);
+    const int section = section_of<kKeys>(p, smem, s, smem.many[n]);
+    for (int block = threadIdx.x % 32; block < count; block += 32) seen(s, smem.many[n], section, block);
   }
   __syncthreads();
 }
@@ -127,12 +130,12 @@ __device__ inline void list_tiles(const ForwardParams& p, Smem& smem, int h) {
   if (threadIdx.x == 0) smem.tokens[kSteps] = tokens;
   __syncthreads();
 
-  auto class_number = [&](const PackedSequence& s, int b, int block) {
-    return section_of<kKeys>(p, smem, s, b) * kClasses + class_of<C, kKeys>(p, s, block, size);
+  auto count_up = [&](const PackedSequence& s, int section, int block) {
+    return atomicAdd(&smem.tiles[section * kClasses + class_of<C, kKeys>(p, s, block, size)], 1);
   };
-  for_each_tile<C, kKeys>(p, smem, size, [&](const PackedSequence& s, int b, int block) {
-    atomicAdd(&smem.tiles[class_number(s, b, block)], 1);
-    if (block == 0) atomicAdd(&smem.section_tokens[section_of<kKeys>(p, smem, s, b)], Side<kKeys>::passing(s));
+  for_each_tile<C, kKeys>(p, smem, size, [&](const PackedSequence& s, int, int section, int block) {
+    count_up(s, section, block);
+    if (block == 0) atomicAdd(&smem.section_tokens[section], Side<kKeys>::passing(s));
   });
   const int count = sum_before(smem, smem.tiles);
   const bool fits = count <= most_tiles(kKeys ? p.seqlen_k : p.seqlen_q, p.batch, size);
@@ -144,8 +147,8 @@ __device__ inline void list_tiles(const ForwardParams& p, Smem& smem, int h) {
   if (threadIdx.x <= kSections) smem.section_first[threadIdx.x] = threadIdx.x < kSections ? smem.tiles[threadIdx.x * kClasses] : count;
   __syncthreads();
 
-  for_each_tile<C, kKeys>(p, smem, size, [&](const PackedSequence& s, int b, int block) {
-    const int place = atomicAdd(&smem.tiles[class_number(s, b, block)], 1), section = section_of<kKeys>(p, smem, s, b);
+  for_each_tile<C, kKeys>(p, smem, size, [&](const PackedSequence& s, int b, int section, int block) {
+    const int place = count_up(s, section, block);
     const int first = smem.section_first[section], tiles = smem.section_first[section + 1] - first;
     const int groups = max((smem.section_tokens[section] + p.section - 1) / p.section, 1);
     const int together = (heads + groups - 1) / groups, first_head = h - h % together;  // heads at a time

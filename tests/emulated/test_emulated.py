@@ -5,7 +5,9 @@ What a GPU shows besides is in tests/gpu; these run where there is none, and so 
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from emulator import emulated  # noqa: E402
 from judge import judge, standard_attention, standard_gradients  # noqa: E402
 
 import cupyflash  # noqa: E402
-from cupyflash import plan, variants  # noqa: E402
+from cupyflash import params, plan, variants  # noqa: E402
 from cupyflash.device import KNOWN  # noqa: E402
 from cupyflash.variants import BwdSm90Config, Row, SimpleConfig  # noqa: E402
 
@@ -36,7 +38,7 @@ def kernels(request: pytest.FixtureRequest) -> None:
 
     def calls() -> None:
         for item in request.session.items:
-            if item.path == request.path and "deadlock" not in item.name:
+            if item.path == request.path and not {"deadlock", "order"}.intersection(item.name.split("_")):
                 wanted = inspect.signature(item.obj).parameters
                 given = {"rng": np.random.default_rng(0), "monkeypatch": patch, **getattr(getattr(item, "callspec", None), "params", {})}
                 item.obj(**{name: given[name] for name in wanted})
@@ -232,6 +234,46 @@ def test_packed(row: Row, backward_row: Row, dtype: str, rng: np.random.Generato
         options = {"window_size": (20, 9), "softcap": 5.0, "seqused_q": rows, "seqused_k": np.minimum(rows + 2, np.diff(OFFSETS))}
         options["sink"] = np.array([0.5, -1], np.float32)
         packed_agrees(row, backward_row, dtype, options, rng, deterministic=True)
+
+
+def test_the_order_of_packed_tiles(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile of every head is listed once: sections of long sequences before those of short ones, in each as many heads at a time as
+    share the L2, the longest tiles first."""
+    row = next(row for row in variants.FORWARD if row.family == "fwd_sm80" and row.head_dim == 64)
+    heads, size, lengths = 4, row.config.block_m, np.array([130, 17, 900, 0, 140, 1, 520])
+    monkeypatch.setattr(plan, "_SHARED_L2_BYTES", 300 * 2 * (64 + 64) * heads)  # 300 tokens of all heads
+    real, found = emulator.compiled, []
+
+    def compiled(variant: variants.Variant, arch: str) -> Any:
+        def run(args: Any, *how: int) -> bytes:
+            if variant.family != "packed_tiles":
+                return b""
+            failure = real(variant, arch)(args, *how)
+            of_kernel = ctypes.c_uint64.from_address(ctypes.addressof(args) if hasattr(args, "_length_") else args).value
+            tiles = ctypes.c_uint64.from_address(of_kernel + params.offset_of("row_tiles")).value
+            numbers = (ctypes.c_int * (4 + 8 * ctypes.c_int.from_address(tiles).value)).from_address(tiles)
+            found.append(np.array(numbers[4:]).reshape(-1, 8))
+            return failure
+
+        return run
+
+    monkeypatch.setattr(emulator, "compiled", compiled)
+    q = np.zeros((lengths.sum(), heads, 64), np.float16)
+    with emulated(row, arch="80"):
+        cupyflash.attention_varlen(q, q, q, np.r_[0, np.cumsum(lengths)].astype(np.int32), causal=True)
+
+    tiles = [(head // heads - 1, head % heads, block) for head, block in found[0][:, :2].tolist()]
+    assert sorted(tiles) == [(b, h, n) for b, length in enumerate(lengths) for h in range(heads) for n in range(-(-length // size))]
+    order = [b for b, _ in itertools.groupby(tiles, key=lambda tile: tile[0])]
+    assert order[:2] == [2, 6]  # 900 and 520 tokens are sections of their own
+    assert {b for b, *_ in tiles[-2 * heads :]} == {1, 5}  # and 17 and 1 come last
+    for b, together in ((2, 2), (6, 2)):  # 900 are three times, and 520 twice what fits
+        mine = [(h, n) for tile, h, n in tiles if tile == b]
+        for first in range(0, heads, together):
+            group, mine = mine[: len(mine) * together // (heads - first)], mine[len(mine) * together // (heads - first) :]
+            assert {h for h, _ in group} == {*range(first, first + together)}
+            seen = [min((n + 1) * size, lengths[b]) for _, n in group]
+            assert all(later <= earlier + lengths[b] / 15 for earlier, later in itertools.pairwise(seen))
 
 
 @pytest.mark.parametrize("row", [variants.FORWARD[-1]], ids=["fwd_simple"])
