@@ -1,0 +1,87 @@
+"""The kernels of a family at small sizes, for NVIDIA's compute-sanitizer: dense and packed, every option, forward or backward.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py fwd_sm90
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --every-lane bwd_sm90
+
+racecheck does not see that what lanes read before a `__syncwarp` is over when one of them arrives at an mbarrier for its warp, and reports
+the buffers of the Hopper backward that are released so. With --every-lane each lane arrives itself, and nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[depth]) for depth in (0, 1, 2)]
+import cupy  # noqa: E402
+from on_gpu import only  # noqa: E402
+
+import cupyflash  # noqa: E402
+from cupyflash import jit, plan, variants  # noqa: E402
+
+FORWARD = {"bwd_simple": "fwd_simple", "bwd_sm80": "fwd_sm80", "bwd_sm90": "fwd_sm90", "bwd_sm90_wide": "fwd_sm90"}
+DIMS = {"fwd_simple": (32,), "bwd_simple": (32,), "bwd_sm90": (64, 128), "bwd_sm90_wide": (192, 256)}
+OTHERS = (64, 96, 128)
+
+# One lane arrives for its warp, so barriers count warps: each lane, so they count threads.
+EVERY_LANE = {
+    "  if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));": "  mbarrier_arrive(smem_address(&barrier));",
+    "mbarrier_init(smem_address(&smem.keys_empty[n]), 8)": "mbarrier_init(smem_address(&smem.keys_empty[n]), 256)",
+    "mbarrier_init(smem_address(&smem.q_empty[n]), 8)": "mbarrier_init(smem_address(&smem.q_empty[n]), 256)",
+    "mbarrier_init(smem_address(&smem.dout_empty[n]), 8)": "mbarrier_init(smem_address(&smem.dout_empty[n]), 256)",
+    "mbarrier_init(smem_address(&smem.dq_full[g]), 4)": "mbarrier_init(smem_address(&smem.dq_full[g]), 128)",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("family", choices=sorted({row.family for row in (*variants.FORWARD, *variants.BACKWARD)}))
+    parser.add_argument("--every-lane", action="store_true")
+    asked = parser.parse_args()
+    family, backward = asked.family, asked.family.startswith("bwd")
+    ran, render = set(), jit.render
+
+    def noted(variant: variants.Variant, arch: str) -> jit.Unit:
+        ran.add(variant.name)
+        unit = render(variant, arch)
+        if asked.every_lane and variant.family.startswith("bwd_sm90"):
+            for one, every in EVERY_LANE.items():
+                assert one in unit.source, one
+                unit = unit._replace(source=unit.source.replace(one, every))
+        return unit
+
+    every: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (33, 7)}]
+    if not family.startswith("bwd_sm90"):  # whose rows serve no option
+        every.append({"softcap": 5.0, "alibi_slopes": cupy.ones(2, np.float32), "sink": cupy.zeros(2, np.float32)})
+    orders = (False, True) if family == "bwd_sm80" else (False,)
+    forward = [row for row in variants.FORWARD if row.family == FORWARD.get(family, family)]
+    calls = list(itertools.product(DIMS.get(family, OTHERS), (False, True), orders, every))
+    with pytest.MonkeyPatch.context() as patch, only(*forward):
+        patch.setattr(jit, "render", noted)
+        patch.setattr(plan, "_SHORT_SEQUENCES", 0)  # that the Hopper kernels serve these
+        with only(*[row for row in variants.BACKWARD if row.family == family], table="BACKWARD"):
+            for dim, packed, deterministic, options in calls:
+                call(dim, packed, backward, deterministic, **options)
+    sys.stdout.write("\n  ".join([f"{family}: {len(calls)} calls of {len(ran)} kernels", *sorted(ran)]) + "\n")
+
+
+def call(dim: int, packed: bool, backward: bool, deterministic: bool, **options: Any) -> None:
+    rng = np.random.default_rng(0)
+    offsets = {"cu_seqlens_q": cupy.asarray(np.array([0, 130, 130, 131, 331], np.int32))} if packed else {}
+    shapes = [(335, heads, dim) if packed else (1, rows, heads, dim) for rows, heads in ((130, 2), (197, 1), (197, 1), (130, 2))]
+    q, k, v, dout = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for shape in shapes)
+    attend: Any = cupyflash.attention_varlen if packed else cupyflash.attention
+    out, lse, _ = attend(q, k, v, *offsets.values(), return_lse=True, **options)
+    if backward:
+        cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **offsets, **options)
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+if __name__ == "__main__":
+    main()
