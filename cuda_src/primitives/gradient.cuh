@@ -22,10 +22,18 @@ struct KeyWork {
   int full_first, full_last;  // those among them whose rows all see all keys, by length, causal and window
 
   // `head` counts key heads through all batches.
-  __device__ KeyWork(const ForwardParams& p, int head, int key_block)
-      : KeyWork(p, head / p.num_heads_kv, head % p.num_heads_kv, key_block, sequence_of<C>(p, head / p.num_heads_kv)) {}
+  __device__ KeyWork(const ForwardParams& p, int head, int key_block) : key(key_block * C::kBlockN) {
+    b = head / p.num_heads_kv;
+    h_kv = head % p.num_heads_kv;
+    s = sequence_of<C>(p, b);
+    find_rows(p);
+  }
   __device__ KeyWork(const ForwardParams& p, int b, int h_kv, int key_block, const SequenceOf<C>& s)
       : b(b), h_kv(h_kv), key(key_block * C::kBlockN), s(s) {
+    find_rows(p);
+  }
+  // Not the end of a constructor that the other one calls: so sm_90 spills 68 bytes of a kernel at D = 128.
+  __device__ void find_rows(const ForwardParams& p) {
     const int key_end = min(key + C::kBlockN, s.used_k);
     RowRange rows = visible_rows<C>(p, s, key, key_end);
     if (key >= s.used_k) rows.last = rows.first;

@@ -34,9 +34,10 @@ SPILLS = {
 }
 # Of packed sequences more has to be known. On Hopper it is the copying thread that spills, which has 24 or 32 registers, and a key that is
 # computed again; in the loops of the products only bwd_sm90_wide and the 128 x 128 tile that has K and V twice do, five loads.
-SPILLS_OF_PACKED = {"fwd_sm80": 140, "fwd_sm90": 56, "bwd_sm80": 8, "bwd_sm80_dq": 8, "bwd_sm90": 76, "bwd_sm90_wide": 76}
+SPILLS_OF_PACKED = {"fwd_sm80": 140, "fwd_sm90": 56, "bwd_sm80": 8, "bwd_sm80_dq": 8, "bwd_sm90": 88, "bwd_sm90_wide": 76}
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,
+    (128, "m32n64s2w4g222b2", False): 4,
     (128, "m64n128s2w8g242b1", False): 40,
     (256, "m64n64s2w8g222b1", False): 24,
     (256, "m64n64s2w8g222b1", True): 104,
