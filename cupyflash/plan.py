@@ -115,8 +115,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "next_tile": 4 if variant.family == "bwd_sm90" else 0,
     }
     tiles = (0, 0)
-    if p.packed and tiled:
-        tiles = _listed(gradients)
+    if p.packed and tiled and any(tiles := _listed(gradients)):
         steps = (_listing(p, tiles, args), *steps)
         workspaces |= _list_bytes(p, tiles)
     section = _section_of_tokens(p, 3 * p.head_dim + p.head_dim_v) if p.packed else 1
@@ -188,7 +187,7 @@ def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, blocks: int) -> int:
 def _section_of_tokens(p: AttentionProblem, columns: int) -> int:
     """How many tokens packed sequences have whose `columns` columns of all heads, 2 bytes each, share the L2; but no more sections than
     packed_tiles.cu has room for."""
-    return max(_SHARED_L2_BYTES // (2 * columns * p.num_heads_kv), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
+    return max(_SHARED_L2_BYTES // max(2 * columns * p.num_heads_kv, 1), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
 
 
 def _diagonal(p: AttentionProblem) -> int:

@@ -90,7 +90,10 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
       mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
       const int tile = smem.tile[buffer];
       if (tile < 0) return;
-      copy_vectors<C>(p, smem, work_in<C>(p.forward, smem, buffer, tile), n, phases);
+      const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
+      __syncwarp();
+      release(smem.keys_empty[buffer]);  // where no row sees the keys, nothing else says that this warp knows which they are
+      copy_vectors<C>(p, smem, w, n, phases);
     }
   } else if (threadIdx.x % 32 == 0) {
     const int g = threadIdx.x / 32 - 2;

@@ -118,7 +118,7 @@ __device__ inline void begin(const TensorMaps& maps, M& smem) {
   if (threadIdx.x == 128) {
     for (int n = 0; n < C::kKeyBuffers; ++n) {
       mbarrier_init(smem_address(&smem.keys_full[n]), 1);
-      mbarrier_init(smem_address(&smem.keys_empty[n]), 8);  // the warps that multiply
+      mbarrier_init(smem_address(&smem.keys_empty[n]), 8 + 1);  // the warps that multiply and that of the vectors
     }
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(smem_address(&smem.q_full[n]), 1 + 32);  // the thread of the tiles and the warp of the vectors

@@ -147,6 +147,7 @@ def _launcher(schedule: plan.Plan, packing: launch.Packing, spec: Any, device_id
             if wanted is not None:
                 wanted.add((step.variant, spec.arch))
                 continue
+            assert step.grid[0] > 0, f"{step.variant.name}: a grid of no blocks is an error to the driver"
             failure = compiled(step.variant, spec.arch)(args, step.grid[0], step.threads, next(orders))
             assert not failure, f"{step.variant.name}: {failure.decode()}"
 

@@ -1,7 +1,7 @@
 """The kernels of a family at small sizes, for NVIDIA's compute-sanitizer: dense and packed, every option, forward or backward.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py fwd_sm90
-    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --every-lane bwd_sm90
+    compute-sanitizer --tool racecheck --num-cuda-barriers 64 python tests/gpu/sanitize.py --every-lane bwd_sm90
 
 racecheck does not see that what lanes read before a `__syncwarp` is over when one of them arrives at an mbarrier for its warp, and reports
 the buffers of the Hopper backward that are released so. With --every-lane each lane arrives itself, and nothing else is changed.
@@ -32,7 +32,7 @@ OTHERS = (64, 96, 128)
 # One lane arrives for its warp, so barriers count warps: each lane, so they count threads.
 EVERY_LANE = {
     "  if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));": "  mbarrier_arrive(smem_address(&barrier));",
-    "mbarrier_init(smem_address(&smem.keys_empty[n]), 8)": "mbarrier_init(smem_address(&smem.keys_empty[n]), 256)",
+    "mbarrier_init(smem_address(&smem.keys_empty[n]), 8 + 1)": "mbarrier_init(smem_address(&smem.keys_empty[n]), 256 + 32)",
     "mbarrier_init(smem_address(&smem.q_empty[n]), 8)": "mbarrier_init(smem_address(&smem.q_empty[n]), 256)",
     "mbarrier_init(smem_address(&smem.dout_empty[n]), 8)": "mbarrier_init(smem_address(&smem.dout_empty[n]), 256)",
     "mbarrier_init(smem_address(&smem.dq_full[g]), 4)": "mbarrier_init(smem_address(&smem.dq_full[g]), 128)",
