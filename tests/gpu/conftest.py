@@ -109,9 +109,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
     }
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    with RECORD.open("r+") as file:
+    with RECORD.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another part may end now
-        record = json.load(file)
+        file.seek(0)
+        record = json.loads(file.read() or "{}")
         old = flat(record["tests"]) if all(record.get(key) == value for key, value in now.items()) else {}
         files = {name for name, _, _ in _collected}
         kept = {test: outcome for test, outcome in old.items() if test in _collected or test[0] not in files}
