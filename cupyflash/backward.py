@@ -141,8 +141,8 @@ def attention_backward(
         else:
             workspaces = {name: _made(*made, like) for name, made in call.workspaces.items()}
             arrays.keep_if_captured(workspaces, like)
-            lists = workspaces.get("row_tiles"), workspaces.get("key_tiles")
-            addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"], *lists)
+            lists = {name: workspaces[name] for name in ("row_tiles", "key_tiles") if name in workspaces}
+            addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"], **lists)
             call.queue(tuple(addresses), params.backward_pointers({**views, **results, **workspaces}))
     return Gradients(
         **{name: arrays.give_back(x.owner, like) if targets.get(name) is None else targets[name] for name, x in results.items()}

@@ -71,6 +71,7 @@ _FLAGS = {
     "lse": "kWriteLse",
     "mask": "kMask",
     "packed": "kPacked",
+    "paged": "kPaged",
     "sink": "kSink",
     "softcap": "kSoftcap",
     "unaligned": "kUnaligned",

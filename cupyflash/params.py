@@ -11,20 +11,22 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, Operands
+from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, CacheOperands, Operands
 
 _LOG2E = math.log2(math.e)
 
+_MORE = ("row_tiles", "key_tiles", "page_table", "first_k")  # what a call may have beside Operands and LSE
+
 # (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, f float.
 FORWARD_FIELDS = (
-    *((name, "Q") for name in (*Operands._fields, "lse", "row_tiles", "key_tiles")),
+    *((name, "Q") for name in (*Operands._fields, "lse", *_MORE)),
     *((f"{name}_stride_{axis}", "q") for name in ("q", "k", "v", "out") for axis in ("batch", "seq", "head")),
     *((f"{name}_stride_{axis}", "q") for name in ("bias", "mask") for axis in ("batch", "head", "q", "k")),
     *((f"alibi_stride_{axis}", "q") for axis in ("batch", "head")),
-    *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k")),
+    *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "first_k")),
     *((name, "d") for name in ("softmax_scale", "softcap")),
     *((name, "i") for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")),
-    *((name, "i") for name in ("window_left", "window_right", "top_left", "section", "tile_rows", "tile_keys")),
+    *((name, "i") for name in ("window_left", "window_right", "top_left", "section", "tile_rows", "tile_keys", "page_size", "num_pages")),
     ("softmax_scale_log2", "f"),
 )
 FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
@@ -56,17 +58,19 @@ def offset_of(name: str) -> int:
     return 8 * names.index(name) if name in names else FORWARD.size + 8 * _BACKWARD_POINTERS.index(name)
 
 
-def pointers_given(operands: Operands, lse: Any, row_tiles: Any = None, key_tiles: Any = None) -> str:
+def pointers_given(operands: Operands, lse: Any, **more: Any) -> str:
     """The struct codes of the first fields for the addresses of those that are not None; the others are padding, which is packed as 0."""
-    return "".join("8x" if view is None else "Q" for view in (*operands, lse, row_tiles, key_tiles))
+    return "".join("8x" if view is None else "Q" for view in (*operands, lse, *map(more.get, _MORE)))
 
 
-def pointers(views: Sequence[Any], lse: Any, row_tiles: Any = None, key_tiles: Any = None) -> list[int]:
-    """The addresses of one call's operands, LSE and lists of tiles, in the order of the struct; 0 for what is not used."""
-    return [0 if view is None else view.ptr for view in (*views, lse, row_tiles, key_tiles)]
+def pointers(views: Sequence[Any], lse: Any, **more: Any) -> list[int]:
+    """The addresses of one call's operands, LSE and what else it has of `_MORE`, in the order of the struct; 0 for what is not used."""
+    return [0 if view is None else view.ptr for view in (*views, lse, *map(more.get, _MORE))]
 
 
-def numbers(p: AttentionProblem, a: Operands, section: int = 1, tiles: tuple[int, int] = (0, 0)) -> bytes:
+def numbers(
+    p: AttentionProblem, a: Operands, section: int = 1, tiles: tuple[int, int] = (0, 0), cache: CacheOperands | None = None
+) -> bytes:
     """All that follows the pointers: the same for calls of the same shapes, strides and options; `section` and `tiles` are the plan's."""
     return _NUMBERS.pack(
         *a.q.strides[:3],
@@ -81,6 +85,7 @@ def numbers(p: AttentionProblem, a: Operands, section: int = 1, tiles: tuple[int
         *_strides(a.seqused_k, 1),
         *_strides(a.cu_seqlens_q, 1),
         *_strides(a.cu_seqlens_k, 1),
+        *((0, 0) if cache is None else (_strides(_pages_of(cache), 2)[0], *_strides(cache.cache_leftpad, 1))),
         p.softmax_scale,
         p.softcap or 0.0,
         p.batch,
@@ -95,8 +100,14 @@ def numbers(p: AttentionProblem, a: Operands, section: int = 1, tiles: tuple[int
         p.top_left,
         section,
         *tiles,
+        *((0, 0) if cache is None else (a.k.shape[1], a.k.shape[0])),
         p.softmax_scale * _LOG2E,
     )
+
+
+def _pages_of(cache: CacheOperands) -> Any:
+    """The table of pages: entries of a cache that is not paged are the one page of a sequence each."""
+    return cache.cache_batch_idx if cache.page_table is None else cache.page_table
 
 
 def backward_pointers(buffers: Mapping[str, Any]) -> bytes:

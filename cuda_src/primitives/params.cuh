@@ -24,6 +24,9 @@ struct ForwardParams {
   void* lse;
   void* row_tiles;  // TileList: blocks of tile_rows rows of the sequences of a packed call; null where nobody asks
   void* key_tiles;  // of tile_keys keys
+  // Paged: K and V are pages (num_pages, page_size, Hkv, D), and a sequence has seqlen_k slots at most.
+  const int* page_table;  // (B, pages of a sequence): page j / page_size has slot j; null: the one page of a sequence is its own number
+  const int* first_k;     // (B): slots before are nobody's; null: none is
 
   long long q_stride_batch, q_stride_seq, q_stride_head;
   long long k_stride_batch, k_stride_seq, k_stride_head;
@@ -33,6 +36,7 @@ struct ForwardParams {
   long long mask_stride_batch, mask_stride_head, mask_stride_q, mask_stride_k;
   long long alibi_stride_batch, alibi_stride_head;
   long long sink_stride, seqused_q_stride, seqused_k_stride, cu_seqlens_q_stride, cu_seqlens_k_stride;
+  long long page_table_stride, first_k_stride;  // of sequences
 
   double softmax_scale;
   double softcap;  // 0: none
@@ -43,6 +47,7 @@ struct ForwardParams {
   int top_left;                                              // the diagonal is j = i, else j = i + used_k - used_q
   int section;               // how many heads, or tokens of packed sequences, the order of the tiles takes together (plan.py)
   int tile_rows, tile_keys;  // of row_tiles and key_tiles
+  int page_size, num_pages;
   float softmax_scale_log2;
 };
 

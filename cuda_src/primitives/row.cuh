@@ -44,10 +44,10 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
   const SequenceOf<C> s = sequence_of<C>(p, b);
   const ScoreContext<C> context = score_context<C>(p, b, h);
 
-  const long long row = rows_before<C>(s) + i, first_key = keys_before<C>(s);
+  const long long row = rows_before<C>(s) + i;
   const Element* gQ = static_cast<const Element*>(p.q) + b * p.q_stride_batch + row * p.q_stride_seq + h * p.q_stride_head;
-  const Element* gK = static_cast<const Element*>(p.k) + b * p.k_stride_batch + h / group * p.k_stride_head + first_key * p.k_stride_seq;
-  const Element* gV = static_cast<const Element*>(p.v) + b * p.v_stride_batch + h / group * p.v_stride_head + first_key * p.v_stride_seq;
+  const Element* gK = static_cast<const Element*>(p.k) + h / group * p.k_stride_head;
+  const Element* gV = static_cast<const Element*>(p.v) + h / group * p.v_stride_head;
 
   Acc rQ[kPerLane];
   for (int n = 0; n < kPerLane; ++n) rQ[n] = lane + 32 * n < p.head_dim ? widen(gQ[lane + 32 * n]) : Acc(0);
@@ -61,12 +61,13 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
   }
 
   KeyRange keys = visible_keys<C>(p, s, i, i + 1);
+  keys.first = max(keys.first, first_slot<C>(p, b));
   if (!used) keys.last = keys.first;
   for (int first = keys.first; first < keys.last; first += 32) {
     const int count = min(32, keys.last - first);
     Acc score = -infinity(Acc());  // of key first + lane
     for (int n = 0; n < count; ++n) {
-      const Element* gK_j = gK + (first + n) * p.k_stride_seq;
+      const Element* gK_j = gK + key_offset<C>(p, s, b, first + n, p.k_stride_batch, p.k_stride_seq);
       Acc dot = 0;
       for (int m = 0; m < kPerLane; ++m) {
         if (lane + 32 * m < p.head_dim) dot += rQ[m] * widen(gK_j[lane + 32 * m]);
@@ -89,7 +90,7 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
     for (int n = 0; n < count; ++n) {
       const Acc rP = __shfl_sync(kWarp, weight, n);
       if (!(seen >> n & 1)) continue;  // 0 x NaN would be NaN
-      const Element* gV_j = gV + (first + n) * p.v_stride_seq;
+      const Element* gV_j = gV + key_offset<C>(p, s, b, first + n, p.v_stride_batch, p.v_stride_seq);
       for (int m = 0; m < kPerLaneV; ++m) {
         if (lane + 32 * m < p.head_dim_v) rO[m] += rP * widen(gV_j[lane + 32 * m]);
       }

@@ -27,9 +27,9 @@ __device__ inline SequenceOf<C> sequence_of(const ForwardParams& p, int b) {
       return n < 0 ? 0 : n > p.batch ? total : clamp(offsets[n * stride], 0, total);
     };
     s.first_q = begin(p.cu_seqlens_q, p.cu_seqlens_q_stride, b, p.seqlen_q);
-    s.first_k = begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b, p.seqlen_k);
+    s.first_k = C::kPaged ? 0 : begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b, p.seqlen_k);
     s.len_q = max(begin(p.cu_seqlens_q, p.cu_seqlens_q_stride, b + 1, p.seqlen_q) - s.first_q, 0);
-    s.len_k = max(begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b + 1, p.seqlen_k) - s.first_k, 0);
+    s.len_k = C::kPaged ? p.seqlen_k : max(begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b + 1, p.seqlen_k) - s.first_k, 0);
     const bool is_sequence = b >= 0 && b < p.batch;
     s.used_q = is_sequence ? s.len_q : 0;
     s.used_k = is_sequence ? s.len_k : 0;
@@ -74,6 +74,26 @@ __device__ inline long long keys_before(const SequenceOf<C>& s) {
 template <class C>
 __device__ inline long long first_in_vector(const ForwardParams& p, const SequenceOf<C>& s, int b, int h) {
   return ((C::kPacked ? 0ll : static_cast<long long>(b)) * p.num_heads_q + h) * p.seqlen_q + rows_before<C>(s);
+}
+
+// Where the row of a key begins in K or V, of page or batch and sequence strides; entries of the table that are no page are those next to
+// it.
+template <class C>
+__device__ inline long long key_offset(const ForwardParams& p, const SequenceOf<C>& s, int b, int j, long long stride_batch,
+                                       long long stride_seq) {
+  if constexpr (C::kPaged) {
+    const int page = p.page_table ? clamp(p.page_table[b * p.page_table_stride + j / p.page_size], 0, p.num_pages - 1) : b;
+    return page * stride_batch + j % p.page_size * stride_seq;
+  }
+  return b * stride_batch + (keys_before<C>(s) + j) * stride_seq;
+}
+// The first slot of a sequence that is its own.
+template <class C>
+__device__ inline int first_slot(const ForwardParams& p, int b) {
+  if constexpr (C::kPaged) {
+    if (p.first_k) return max(p.first_k[b * p.first_k_stride], 0);
+  }
+  return 0;
 }
 
 // The sequence that a row or key of a packed array belongs to, from -1 to B: the last that begins there or before.
