@@ -483,7 +483,7 @@ def _on_gpu(
     device = query(like.device_id)
     problem, operands = pack_heads(problem, operands)
     schedule = plan.forward(problem, device)
-    numbers = (params.numbers(problem, operands, schedule.section, schedule.tiles),)
+    numbers = (params.numbers(problem, operands, schedule.section, schedule.tiles, splits=schedule.splits),)
     maps = launch.maps_of(schedule, operands._asdict(), like.device_id)
     workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
     packing = launch.Packing(params.pointers_given(operands, lse_view, **workspaces), numbers, params.FORWARD.size, *maps)

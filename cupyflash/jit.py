@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
 from cupyflash.params import BACKWARD, FORWARD
-from cupyflash.variants import BwdBiasConfig, BwdConfig, BwdRowsConfig, BwdSm90Config, SimpleConfig, Sm90Config, Variant
+from cupyflash.variants import BwdBiasConfig, BwdConfig, BwdRowsConfig, BwdSm90Config, DecodeConfig, SimpleConfig, Sm90Config, Variant
 
 
 class Unit(NamedTuple):
@@ -103,7 +103,7 @@ def _config(variant: Variant, arch: str) -> str:
         numbers["kWarpsM"] = config.warps_m
     if isinstance(config, BwdConfig):
         numbers |= {"kWarpsN": config.warps_n, "kWarpsQ": config.warps_q}
-    if isinstance(config, BwdConfig | BwdRowsConfig):
+    if isinstance(config, BwdConfig | BwdRowsConfig | DecodeConfig):
         numbers["kBlocks"] = config.blocks
     numbers["kWarps"] = config.warps
     if isinstance(config, BwdSm90Config):

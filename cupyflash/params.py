@@ -15,7 +15,15 @@ from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProble
 
 _LOG2E = math.log2(math.e)
 
-_MORE = ("row_tiles", "key_tiles", "page_table", "first_k")  # what a call may have beside Operands and LSE
+_MORE = (
+    "row_tiles",
+    "key_tiles",
+    "page_table",
+    "first_k",
+    "part_out",
+    "part_lse",
+    "arrived",
+)  # what a call may have beside Operands and LSE
 
 # (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, f float.
 FORWARD_FIELDS = (
@@ -26,7 +34,21 @@ FORWARD_FIELDS = (
     *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "first_k")),
     *((name, "d") for name in ("softmax_scale", "softcap")),
     *((name, "i") for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")),
-    *((name, "i") for name in ("window_left", "window_right", "top_left", "section", "tile_rows", "tile_keys", "page_size", "num_pages")),
+    *(
+        (name, "i")
+        for name in (
+            "window_left",
+            "window_right",
+            "top_left",
+            "section",
+            "tile_rows",
+            "tile_keys",
+            "page_size",
+            "num_pages",
+            "split",
+            "parts",
+        )
+    ),
     ("softmax_scale_log2", "f"),
 )
 FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
@@ -69,7 +91,12 @@ def pointers(views: Sequence[Any], lse: Any, **more: Any) -> list[int]:
 
 
 def numbers(
-    p: AttentionProblem, a: Operands, section: int = 1, tiles: tuple[int, int] = (0, 0), cache: CacheOperands | None = None
+    p: AttentionProblem,
+    a: Operands,
+    section: int = 1,
+    tiles: tuple[int, int] = (0, 0),
+    cache: CacheOperands | None = None,
+    splits: tuple[int, int] = (0, 0),
 ) -> bytes:
     """All that follows the pointers: the same for calls of the same shapes, strides and options; `section` and `tiles` are the plan's."""
     return _NUMBERS.pack(
@@ -101,6 +128,7 @@ def numbers(
         section,
         *tiles,
         *((0, 0) if cache is None else (a.k.shape[1], a.k.shape[0])),
+        *splits,
         p.softmax_scale * _LOG2E,
     )
 

@@ -15,6 +15,7 @@ from cupyflash.errors import UnsupportedError
 from cupyflash.problem import AttentionProblem, BackwardProblem, CacheProblem
 from cupyflash.variants import (
     BACKWARD,
+    DECODE,
     FORWARD,
     MAX_HEAD_DIM,
     PLAIN,
@@ -22,6 +23,7 @@ from cupyflash.variants import (
     BwdRowsConfig,
     BwdSm90Config,
     Config,
+    DecodeConfig,
     FwdConfig,
     Row,
     SimpleConfig,
@@ -50,6 +52,7 @@ class Plan(NamedTuple):
     section: int = 1  # heads that the kernels of sm_90 take together in the order of their tiles; of packed sequences, tokens
     tiles: tuple[int, int] = (0, 0)  # of packed sequences: rows of those in the workspace row_tiles, keys of those in key_tiles
     sum_width: int = 0  # columns that the sums of dq have
+    splits: tuple[int, int] = (0, 0)  # of decode: units of a split, or minus the splits of a sequence; and room for so many parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,6 +79,29 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     lists = (block_m, 0)
     workspaces = tuple(_list_bytes(p, lists).items())
     return Plan((_listing(p, lists, args), step), workspaces, _section_of_tokens(p, p.head_dim + p.head_dim_v), lists)
+
+
+@functools.lru_cache(maxsize=4096)
+def decode(p: AttentionProblem, device: DeviceSpec, split_size: int | None = None, num_splits: int | None = None) -> Plan:
+    """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys."""
+    variant, row = _choose(p, device, DECODE)
+    c = variant.config
+    assert isinstance(c, DecodeConfig)
+    args = tuple(name for name, used in _buffers(p).items() if used)
+    blocks, unit = device.num_sms * c.blocks, c.warps * c.block_n
+    rows, batches = p.num_heads_q // max(p.num_heads_kv, 1) * p.seqlen_q, 1 if p.packed else p.batch
+    tiles = batches * p.num_heads_kv * (rows // c.block_m + min(p.batch + 2, p.seqlen_q) if p.packed else _ceil_div(rows, c.block_m))
+    units = _ceil_div(p.seqlen_k, unit)
+    split_units = _ceil_div(split_size, unit) if split_size else 0
+    most = min(num_splits, units) if num_splits else _ceil_div(units, split_units) if split_units else 0
+    parts = tiles * most if most else 2 * blocks
+    begin = Variant("decode_begin", "float32", 0, 0, (), _BY_WARPS)
+    steps = (
+        Step(begin, (_ceil_div(parts, begin.threads), 1, 1), begin.threads, 0, args, "counters of parts"),
+        Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why),
+    )
+    workspaces = (("part_out", parts * c.block_m * variant.head_dim_v * 4), ("part_lse", parts * c.block_m * 4), ("arrived", parts * 4))
+    return Plan(steps, workspaces, splits=(split_units or -(num_splits or 0), parts))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -55,6 +55,21 @@ class Sm90Config(NamedTuple):
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 
+class DecodeConfig(NamedTuple):
+    """`decode`: a tile of block_m query rows, against which each of `warps` warps walks block_n keys of its own at a time, kept in `stages`
+    buffers. `blocks` of them share an SM."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    blocks: int
+
+    @property
+    def tile(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}b{self.blocks}"
+
+
 class BwdRowsConfig(NamedTuple):
     """`bwd_sm80_dq`: a block of `warps` warps walks block_n keys at a time for block_m query rows; K and V have `stages` buffers. Registers
     are kept to what lets `blocks` blocks share an SM."""
@@ -141,7 +156,7 @@ class BwdSm90Config(NamedTuple):
         return head_dim if self.wide or self.block_m == 128 else 128
 
 
-Config = SimpleConfig | FwdConfig | Sm90Config | BwdRowsConfig | BwdBiasConfig | BwdConfig | BwdSm90Config
+Config = SimpleConfig | FwdConfig | Sm90Config | DecodeConfig | BwdRowsConfig | BwdBiasConfig | BwdConfig | BwdSm90Config
 
 
 class Variant(NamedTuple):
@@ -198,6 +213,10 @@ class Variant(NamedTuple):
         row_v, key_v = c.block_m * _pitch_bytes(self.head_dim_v), c.block_n * _pitch_bytes(self.head_dim_v)  # dO and V
         if isinstance(c, FwdConfig):
             return row + c.stages * (key + key_v)
+        if isinstance(c, DecodeConfig):  # in place of the buffers, O of the warps in float; references, sums, shares
+            merged = c.warps * c.block_m * (self.head_dim_v + 8) * 4
+            rest = c.warps * (2 * c.block_m * 4 + 32 * 8) + 16
+            return _round_up(row + max(c.warps * c.stages * (key + key_v), _round_up(merged, 128)) + rest, 128)
         if isinstance(c, BwdRowsConfig):
             return row + row_v + c.stages * (key + key_v)
         if isinstance(c, BwdBiasConfig):
@@ -205,6 +224,10 @@ class Variant(NamedTuple):
         weights = 2 * c.block_m * _pitch_bytes(c.block_n)  # P and dS
         vectors = c.stages * c.block_m * 2 * 4  # reference and delta
         return key + key_v + c.stages * (row + row_v) + weights + vectors
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
 
 
 def _pitch_bytes(width: int) -> int:
@@ -316,6 +339,14 @@ FORWARD = (
     _sm80(128, True, 64, 64, 4, "the most that all options together leave without spills"),
     _sm80(256, True, 64, 32, 4, "the same at 256; 96 kB, for SMs of 100 kB as well"),
     Row("fwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
+)
+
+
+# Few query rows over many keys. TODO: measured on no GPU yet.
+DECODE = (
+    Row("decode", _HALF, 64, 80, True, DecodeConfig(16, 32, 3, 4, 2), ""),
+    Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 3, 4, 2), ""),
+    Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 4, 1), ""),
 )
 
 

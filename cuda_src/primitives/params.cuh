@@ -27,6 +27,10 @@ struct ForwardParams {
   // Paged: K and V are pages (num_pages, page_size, Hkv, D), and a sequence has seqlen_k slots at most.
   const int* page_table;  // (B, pages of a sequence): page j / page_size has slot j; null: the one page of a sequence is its own number
   const int* first_k;     // (B): slots before are nobody's; null: none is
+  // Workspaces of decode.cu: parts of 16 rows, their O (parts, 16, kHeadDimV) divided by its sum, and their LSE (parts, 16) in log2 units.
+  float* part_out;
+  float* part_lse;
+  int* arrived;  // how many parts of something are there; 0 before and after
 
   long long q_stride_batch, q_stride_seq, q_stride_head;
   long long k_stride_batch, k_stride_seq, k_stride_head;
@@ -48,6 +52,8 @@ struct ForwardParams {
   int section;               // how many heads, or tokens of packed sequences, the order of the tiles takes together (plan.py)
   int tile_rows, tile_keys;  // of row_tiles and key_tiles
   int page_size, num_pages;
+  int split;  // decode.cu: units of a split, or minus the number of splits of a sequence; 0: blocks get equal shares
+  int parts;  // that there is room for
   float softmax_scale_log2;
 };
 

@@ -131,6 +131,15 @@ __device__ inline void global_load_16(unsigned (&x)[4], const void* global) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "l"(global));
 }
+// Scope: thread. Reads what other blocks have written, past the L1; four at a multiple of 16 bytes.
+__device__ inline float global_load_l2(const float* global) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(global) : "memory");
+  return x;
+}
+__device__ inline void global_load_l2_4(float (&x)[4], const float* global) {
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(global) : "memory");
+}
 // Scope: thread. Writes 16 bytes to global memory, at a multiple of 16: four words assigned in a struct the compiler may write one by one.
 __device__ inline void global_store_16(void* global, const unsigned (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");

@@ -253,6 +253,7 @@ std::string run(int blocks, int threads, Kernel kernel) {
 #define gridDim emulated::grid
 
 inline void __syncthreads() { emulated::whole_block.sync(static_cast<int>(emulated::fibers.size()), "__syncthreads"); }
+inline void __threadfence() {}
 inline void __syncwarp(unsigned = 0) { emulated::sync_warp(); }
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
