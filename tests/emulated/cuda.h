@@ -44,6 +44,11 @@ namespace emulated {
 
 // ucontext makes a fiber's stack and enters it; from then on _setjmp and _longjmp switch, which leave the signal mask alone: no system
 // call.
+struct Copy {  // of cp.async: `bytes` from global memory, zeros up to `size`
+  unsigned smem;
+  const void* global;
+  int bytes, size;
+};
 struct Fiber {
   ucontext_t context;
   jmp_buf place;
@@ -51,6 +56,8 @@ struct Fiber {
   bool begun = false, done = false;
   std::vector<std::function<void()>> stores;                 // copies from shared memory, queued
   std::vector<std::vector<std::function<void()>>> products;  // groups of products, queued; the last one is open
+  std::vector<std::vector<Copy>> groups;                     // of cp.async, queued
+  std::vector<Copy> group;                                   // that is open
 };
 inline std::vector<Fiber> fibers;
 inline Fiber* current;

@@ -7,6 +7,7 @@ it knows nothing of speed, nor of memory fences (ptx.h).
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import ctypes
@@ -148,13 +149,14 @@ def _launcher(schedule: plan.Plan, packing: launch.Packing, spec: Any, device_id
                 wanted.add((step.variant, spec.arch))
                 continue
             assert step.grid[0] > 0, f"{step.variant.name}: a grid of no blocks is an error to the driver"
-            failure = compiled(step.variant, spec.arch)(args, step.grid[0], step.threads, next(orders))
+            failure = compiled(step.variant, spec.arch)(args, step.grid[0], step.threads, next(orders[step.variant.name]))
             assert not failure, f"{step.variant.name}: {failure.decode()}"
 
     return queue
 
 
-orders = itertools.cycle((1, 2))  # of what a GPU queues, kernel by kernel: loads late, or what reads shared memory late (cuda.h)
+# Of what a GPU queues, run by run of a kernel: loads late, or what reads shared memory late (cuda.h).
+orders: dict[str, Iterator[int]] = collections.defaultdict(lambda: itertools.cycle((1, 2)))
 ran: list[str] = []  # the kernels that ran, in order
 wanted: set[tuple[variants.Variant, str]] | None = None  # of `compile_kernels_of`
 

@@ -37,17 +37,27 @@ inline int uniform(int x) {
 // --- memory ----------------------------------------------------------------------------------------------------------------------------
 
 inline unsigned smem_address(const void* p) { return static_cast<unsigned>(static_cast<const char*>(p) - emulated::smem); }
-inline void cp_async_16(unsigned smem, const void* global, int bytes) {
-  std::memset(emulated::smem + smem, 0, 16);
-  if (bytes > 0) std::memcpy(emulated::smem + smem, global, bytes);
+inline void carry_out(const emulated::Copy& copy) {
+  std::memset(emulated::smem + copy.smem, 0, copy.size);
+  if (copy.bytes > 0) std::memcpy(emulated::smem + copy.smem, copy.global, copy.bytes);
 }
-inline void cp_async_4(unsigned smem, const float* global, bool exists) {
-  const float x = exists ? *global : 0.0f;
-  std::memcpy(emulated::smem + smem, &x, 4);
+inline void cp_async(const emulated::Copy& copy) {  // as late as it may come: when its group is waited for
+  if (emulated::order == emulated::kLateLoads) {
+    emulated::current->group.push_back(copy);
+  } else {
+    carry_out(copy);
+  }
 }
-inline void cp_async_commit() {}
+inline void cp_async_16(unsigned smem, const void* global, int bytes) { cp_async({smem, global, bytes, 16}); }
+inline void cp_async_4(unsigned smem, const float* global, bool exists) { cp_async({smem, global, exists ? 4 : 0, 4}); }
+inline void cp_async_commit() { emulated::current->groups.push_back(std::move(emulated::current->group)); }
 template <int kPending>
-void cp_async_wait() {}
+void cp_async_wait() {
+  auto& groups = emulated::current->groups;
+  for (; groups.size() > kPending; groups.erase(groups.begin())) {
+    for (const auto& copy : groups.front()) carry_out(copy);
+  }
+}
 inline void smem_store(unsigned smem, unsigned x) { std::memcpy(emulated::smem + smem, &x, 4); }
 inline void red_add(float* global, float x) { *global += x; }
 inline void red_add_4(float* global, const float (&x)[4]) {

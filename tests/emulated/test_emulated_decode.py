@@ -54,7 +54,7 @@ def test_decode(row: Row, dtype: str, how: Any, rng: np.random.Generator) -> Non
     unit = row.config.warps * row.config.block_n
     for sq, sk, hq, hkv, num_sms in (
         (1, unit, 8, 2, 3),
-        (1, 5 * unit + 13, 8, 2, 3),
+        (1, 5 * unit + 13, 8, 2, 4),
         (3, unit + 1, 6, 1, 1),
         (1, 1, 2, 2, 2),
         (5, 3 * unit - 1, 8, 2, 4),
@@ -65,3 +65,32 @@ def test_decode(row: Row, dtype: str, how: Any, rng: np.random.Generator) -> Non
         options = {"window_size": (unit, 0), "softcap": 5.0, "alibi_slopes": rng.random(hq).astype(np.float32)}
         options |= {"sink": rng.standard_normal(hq).astype(np.float32), "seqused_k": np.array([sk, sk // 2, 0], np.int32)}
         agrees(row, dtype, [x.copy() for x in arrays], options, num_sms)
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROWS[:1])
+def test_packed_and_one_sequence_alone(row: Row, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed sequences, some without keys or rows and tokens of nobody around them; with split_size each has the bits that it has alone."""
+    monkeypatch.setattr(plan, "forward", lambda problem, device: plan.decode(problem, device, split_size=200))
+    rows, keys = np.array([2, 5, 5, 9, 10], np.int32), np.array([3, 303, 900, 900, 1300], np.int32)
+    make = lambda tokens, heads: rng.standard_normal((tokens, heads, 64)).astype(DTYPES[dtype])  # noqa: E731
+    q, k, v = make(12, 8), make(1310, 2), make(1310, 2)
+    q[:2] = q[10:] = k[:3] = k[1300:] = v[:3] = v[1300:] = np.nan
+    with emulated(row, arch="90a", table="DECODE"):
+        out, lse, _ = cupyflash.attention_varlen(q, k, v, rows, keys, causal=True, return_lse=True)
+        alone = [
+            cupyflash.attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=True, return_lse=True)
+            for a, b, c, d in zip(rows[:-1], rows[1:], keys[:-1], keys[1:], strict=True)
+            if b > a
+        ]
+    assert emulator.ran[-1].startswith("decode__")
+    assert (out[:2] == 0).all()
+    assert (out[10:] == 0).all()
+    np.testing.assert_array_equal(out[2:10], np.concatenate([x.out[0] for x in alone]))
+    np.testing.assert_array_equal(lse[:, 2:10], np.concatenate([x.lse[0] for x in alone], axis=1))
+    np.testing.assert_array_equal(lse[:, [0, 1, 10, 11]], -np.inf)
+    for a, b, c, d in zip(rows[:-1], rows[1:], keys[:-1], keys[1:], strict=True):
+        if b > a and d > c:
+            arrays = [x[None, part] for x, part in ((q, slice(a, b)), (k, slice(c, d)), (v, slice(c, d)))]
+            expected, _ = standard_attention(*[x.astype(np.float64) for x in arrays], dtype=np.float64, causal=True)
+            standard, _ = standard_attention(*arrays, dtype=q.dtype, causal=True)
+            judge(out[None, a:b], expected, standard, dtype=q.dtype, name="decode, packed")
