@@ -215,7 +215,7 @@ class Variant(NamedTuple):
             return row + c.stages * (key + key_v)
         if isinstance(c, DecodeConfig):  # in place of the buffers, O of the warps in float; references, sums, shares
             merged = c.warps * c.block_m * (self.head_dim_v + 8) * 4
-            rest = c.warps * (2 * c.block_m * 4 + 32 * 8) + 16
+            rest = c.warps * (2 * c.block_m + 32) * 4 + 12
             return _round_up(row + max(c.warps * c.stages * (key + key_v), _round_up(merged, 128)) + rest, 128)
         if isinstance(c, BwdRowsConfig):
             return row + row_v + c.stages * (key + key_v)

@@ -40,7 +40,7 @@ struct Extent {
     piece_units = p.split < 0 ? (units - p.split - 1) / -p.split : split;
     pieces = (units + piece_units - 1) / piece_units;
   }
-  __device__ long long weight(const ForwardParams& p) const { return static_cast<long long>(pieces) * p.num_heads_kv * row_blocks; }
+  __device__ int weight(const ForwardParams& p) const { return pieces * p.num_heads_kv * row_blocks; }
 };
 
 // Packed, numbers -1 and B are tokens of no sequence, whose results are zeros.
@@ -69,24 +69,28 @@ struct Smem {
     float out[C::kWarps][C::kBlockM][kPitch];
   };
   float reference[C::kWarps][C::kBlockM], sum[C::kWarps][C::kBlockM];
-  long long weights[32 * C::kWarps];  // of the sequences of each thread
-  long long first_inside;             // where the block begins: how many pieces lie before it in that sequence
+  int weights[32 * C::kWarps];  // of the sequences of each thread
+  int first_inside;             // where the block begins: how many pieces lie before it in that sequence
   int first_sequence;
   int is_last;
 };
 
-// The row of pieces, and the block's share of it.
+// The row of pieces, and the block's share of it: the first `more` blocks have one more than the others.
 struct Share {
-  long long total, begin, end;
-  int blocks;
+  int blocks, each, more, begin, end;
 
-  __device__ Share(long long total, int block, int most) : total(total) {
-    blocks = static_cast<int>(min(total, static_cast<long long>(most)));
-    begin = begin_of(block);
-    end = block < blocks ? begin_of(block + 1) : begin;
+  __device__ Share(int total, int block, int most) {
+    blocks = min(total, most);
+    each = blocks > 0 ? total / blocks : 0;
+    more = total - each * blocks;
+    begin = begin_of(min(block, blocks));
+    end = begin_of(min(block + 1, blocks));
   }
-  __device__ long long begin_of(int block) const { return total * block / blocks; }
-  __device__ int block_of(long long piece) const { return static_cast<int>(((piece + 1) * blocks - 1) / total); }
+  __device__ int begin_of(int block) const { return each * block + min(block, more); }
+  __device__ int block_of(int piece) const {
+    const int longer = more * (each + 1);
+    return piece < longer ? piece / (each + 1) : more + (piece - longer) / each;
+  }
 };
 
 // Scope: block. How many pieces there are, and in which sequence the block's first one lies.
@@ -94,20 +98,19 @@ template <class C>
 __device__ inline Share find_share(const ForwardParams& p, Smem<C>& smem) {
   constexpr int kThreads = 32 * C::kWarps;
   const int count = num_sequences<C>(p), each = (count + kThreads - 1) / kThreads, first = threadIdx.x * each;
-  long long mine = 0;
+  int mine = 0;
   for (int n = first; n < min(first + each, count); ++n) mine += Extent<C>(p, sequence_number<C>(n)).weight(p);
   smem.weights[threadIdx.x] = mine;
   __syncthreads();
-  long long total = 0, before = 0;
+  int total = 0, before = 0;
   for (int n = 0; n < kThreads; ++n) {
     before += n < threadIdx.x ? smem.weights[n] : 0;
     total += smem.weights[n];
   }
-  if (total == 0) return Share(1, 1, 1);
   const Share share(total, blockIdx.x, gridDim.x);
   if (share.begin < share.end && before <= share.begin && share.begin < before + mine) {
     int n = first;
-    for (long long weight; (weight = Extent<C>(p, sequence_number<C>(n)).weight(p)) <= share.begin - before; ++n) before += weight;
+    for (int weight; (weight = Extent<C>(p, sequence_number<C>(n)).weight(p)) <= share.begin - before; ++n) before += weight;
     smem.first_sequence = n;
     smem.first_inside = share.begin - before;
   }
@@ -120,7 +123,6 @@ template <class C>
 struct Segment {
   int b, h_kv, row;     // row: the first of the block
   int unit, last_unit;  // [unit, last_unit)
-  bool whole;
 };
 
 // Which token of the sequence a row is, and of which query head.
@@ -378,11 +380,25 @@ __device__ inline MergedRow<C> merge_warps(const Smem<C>& smem, int row) {
   return merged;
 }
 
-// Scope: block. The parts `first` to `first + count - 1` of a row, which other blocks wrote. Their O is divided by their sum.
+// Scope: block. A row of a part goes to memory: O divided by its sum, and its LSE.
+template <class C>
+__device__ inline void leave_part(const ForwardParams& p, long long slot, int row, const MergedRow<C>& merged) {
+  const bool empty = merged.reference == -infinity(0.0f);
+  const float scale = empty ? 0.0f : 1.0f / merged.sum;
+  for (int n = 0; n < MergedRow<C>::kGroups; ++n) {
+    if (!MergedRow<C>::exists(n)) continue;
+    unsigned x[4];
+    for (int c = 0; c < 4; ++c) x[c] = __float_as_uint(empty ? 0.0f : merged.out[n][c] * scale);
+    global_store_16(p.part_out + (slot * C::kBlockM + row) * C::kHeadDimV + MergedRow<C>::column(n), x);
+  }
+  if (threadIdx.x % MergedRow<C>::kThreads == 0) p.part_lse[slot * C::kBlockM + row] = empty ? -infinity(0.0f) : merged.lse();
+}
+
+// Scope: block. All parts of a row, which other blocks wrote as well; slot(n) says where part n is.
 template <class C, class Slot>
 __device__ inline MergedRow<C> merge_parts(const ForwardParams& p, int row, int count, Slot slot) {
   MergedRow<C> merged;
-  auto lse = [&](int n) { return global_load_l2(p.part_lse + slot(n) * C::kBlockM + row); };
+  auto lse = [&](int n) { return global_load_l2(p.part_lse + static_cast<long long>(slot(n)) * C::kBlockM + row); };
   for (int n = 0; n < count; ++n) merged.reference = fmaxf(merged.reference, lse(n));
   for (int n = 0; n < count; ++n) {
     const float weight = merged.weight(lse(n));
@@ -390,7 +406,7 @@ __device__ inline MergedRow<C> merge_parts(const ForwardParams& p, int row, int 
     for (int m = 0; m < MergedRow<C>::kGroups; ++m) {
       if (!MergedRow<C>::exists(m)) continue;
       float x[4];
-      global_load_l2_4(x, p.part_out + (slot(n) * C::kBlockM + row) * C::kHeadDimV + MergedRow<C>::column(m));
+      global_load_l2_4(x, p.part_out + (static_cast<long long>(slot(n)) * C::kBlockM + row) * C::kHeadDimV + MergedRow<C>::column(m));
       merged.add(weight, m, x);
     }
   }
@@ -456,47 +472,31 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
   const bool splits = p.split != 0;  // each is a part
   const int row = threadIdx.x / MergedRow<C>::kThreads;
   int n = smem.first_sequence;
-  long long inside = smem.first_inside;
-  for (long long piece = share.begin; piece < share.end;) {
+  int inside = smem.first_inside;
+  for (int piece = share.begin; piece < share.end;) {
     const int b = sequence_number<C>(n);
     const Extent<C> e(p, b);
-    const long long weight = e.weight(p);
+    const int weight = e.weight(p);
     if (inside >= weight) {
       inside -= weight;
       ++n;
       continue;
     }
-    const int item = static_cast<int>(inside / e.pieces), from = static_cast<int>(inside % e.pieces);
-    const int count = splits ? 1 : static_cast<int>(min(static_cast<long long>(e.pieces - from), share.end - piece));
-    const int unit = e.first_unit + from * e.piece_units;
-    const Segment<C> g{b,
-                       item / e.row_blocks,
-                       item % e.row_blocks * C::kBlockM,
-                       unit,
-                       min(unit + count * e.piece_units, e.first_unit + e.units),
-                       count == e.pieces};
+    const int item = inside / e.pieces, from = inside % e.pieces;
+    const int count = splits ? 1 : min(e.pieces - from, share.end - piece);
+    const int unit = e.first_unit + from * e.piece_units, last_unit = min(unit + count * e.piece_units, e.first_unit + e.units);
+    const Segment<C> g{b, item / e.row_blocks, item % e.row_blocks * C::kBlockM, unit, last_unit};
     load_queries<C>(p, e, g, smem);
     __syncthreads();
     compute<C>(p, e, g, smem);
-    const MergedRow<C> merged = merge_warps<C>(smem, row);
-    if (g.whole) {
-      write_row<C>(p, e, g, row, merged);
-    } else {
+    MergedRow<C> merged = merge_warps<C>(smem, row);
+    bool done = count == e.pieces;
+    if (!done) {
       // Parts are numbered by their piece; or by their block, which has two at most: what it begins with, and what it ends with.
-      const long long first = piece - from;
-      auto slot_of_block = [&](int block) { return 2ll * block + (share.begin_of(block) < first ? 1 : 0); };
-      const int first_block = share.block_of(first);
-      const long long slot = splits ? piece : slot_of_block(blockIdx.x);
+      const int first = piece - from, first_block = share.block_of(first);
+      auto slot_of_block = [&](int block) { return 2 * block + (share.begin_of(block) < first ? 1 : 0); };
       const int parts = splits ? e.pieces : share.block_of(first + e.pieces - 1) - first_block + 1;
-      const bool empty = merged.reference == -infinity(0.0f);
-      const float scale = empty ? 0.0f : 1.0f / merged.sum;
-      for (int m = 0; m < MergedRow<C>::kGroups; ++m) {
-        if (!MergedRow<C>::exists(m)) continue;
-        unsigned x[4];
-        for (int c = 0; c < 4; ++c) x[c] = __float_as_uint(empty ? 0.0f : merged.out[m][c] * scale);
-        global_store_16(p.part_out + (slot * C::kBlockM + row) * C::kHeadDimV + MergedRow<C>::column(m), x);
-      }
-      if (threadIdx.x % MergedRow<C>::kThreads == 0) p.part_lse[slot * C::kBlockM + row] = empty ? -infinity(0.0f) : merged.lse();
+      leave_part<C>(p, splits ? piece : slot_of_block(blockIdx.x), row, merged);
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) {
@@ -505,12 +505,13 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
         if (smem.is_last) *arrived = 0;
       }
       __syncthreads();
-      if (smem.is_last) {
+      done = smem.is_last;
+      if (done) {
         __threadfence();
-        write_row<C>(p, e, g, row,
-                     merge_parts<C>(p, row, parts, [&](int m) { return splits ? first + m : slot_of_block(first_block + m); }));
+        merged = merge_parts<C>(p, row, parts, [&](int m) { return splits ? first + m : slot_of_block(first_block + m); });
       }
     }
+    if (done) write_row<C>(p, e, g, row, merged);
     __syncthreads();  // all have done with the results before the next keys come
     piece += count;
     inside += count;
