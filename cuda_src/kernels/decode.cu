@@ -164,41 +164,40 @@ __device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, 
   }
 }
 
-// Where the keys of a warp's next tile lie: lane l knows it of key l % kBlockN, one step before they are copied, since the table of pages
-// has to be read first.
+// Where the keys of a warp's next tile lie, in elements from the first of K and of V: lane l knows it of key l % kBlockN, one step before
+// they are copied, since the table of pages has to be read first.
 struct KeyPlaces {
-  int page, slot;
-  bool exists;
+  long long k, v;
+  unsigned exist;  // a bit for each key
 };
 template <class C>
-__device__ inline KeyPlaces places_of(const ForwardParams& p, const Extent<C>& e, int b, int key) {
-  key += threadIdx.x % C::kBlockN;
-  KeyPlaces at{b, key, key >= e.keys.first && key < e.keys.last};
+__device__ inline KeyPlaces places_of(const ForwardParams& p, const Extent<C>& e, int b, int first_key) {
+  const int key = first_key + threadIdx.x % C::kBlockN;
+  const bool exists = key >= e.keys.first && key < e.keys.last;
+  int page = C::kPacked && !C::kPaged ? 0 : b, slot = static_cast<int>(keys_before<C>(e.s)) + key;
   if constexpr (C::kPaged) {
-    if (at.exists && p.page_table) {
-      at.page = clamp(p.page_table[b * p.page_table_stride + key / p.page_size], 0, p.num_pages - 1);
-      at.slot = key % p.page_size;
+    slot = key;
+    if (exists && p.page_table) {
+      page = clamp(p.page_table[b * p.page_table_stride + key / p.page_size], 0, p.num_pages - 1);
+      slot = key % p.page_size;
     }
-  } else {
-    if constexpr (C::kPacked) at.page = 0;
-    at.slot = static_cast<int>(keys_before<C>(e.s)) + key;
   }
-  return at;
+  const unsigned exist = __ballot_sync(kWarp, exists);
+  if (!exists) page = slot = 0;
+  return {page * p.k_stride_batch + slot * p.k_stride_seq, page * p.v_stride_batch + slot * p.v_stride_seq, exist};
 }
 
 // Scope: warp. Queues the copy of its keys, or of its values: lanes of a row copy 16 bytes each.
 template <class C, class T>
-__device__ inline void load_rows_of(char* tile, const typename C::Element* head, const KeyPlaces& at, long long stride_page,
-                                    long long stride_slot, int width) {
+__device__ inline void load_rows_of(char* tile, const typename C::Element* head, long long place, unsigned exist, int width) {
   constexpr int kLanes = T::kChunks % 8 == 0 ? 8 : T::kChunks % 4 == 0 ? 4 : 2, kRows = 32 / kLanes;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < (C::kBlockN + kRows - 1) / kRows; ++n) {
     const int row = n * kRows + lane / kLanes;
-    const int page = __shfl_sync(kWarp, at.page, row % C::kBlockN), slot = __shfl_sync(kWarp, at.slot, row % C::kBlockN);
-    const bool exists = __shfl_sync(kWarp, static_cast<int>(at.exists), row % C::kBlockN) != 0;
+    const typename C::Element* const from = head + __shfl_sync(kWarp, place, row % C::kBlockN);
     if (C::kBlockN % kRows != 0 && row >= C::kBlockN) continue;
-    const typename C::Element* from = exists ? head + page * stride_page + slot * stride_slot : head;
+    const bool exists = exist >> row & 1;
 #pragma unroll
     for (int c = 0; c < T::kChunks / kLanes; ++c) {
       const int chunk = c * kLanes + lane % kLanes;
@@ -307,8 +306,8 @@ __device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const
       auto& stage = stages[(unit - g.unit) % C::kStages];
       const KeyPlaces now = at;
       at = places_of<C>(p, e, g.b, key_of(unit + 1));
-      load_rows_of<C, typename S::TileK>(stage.k, gK, now, p.k_stride_batch, p.k_stride_seq, p.head_dim);
-      load_rows_of<C, typename S::TileV>(stage.v, gV, now, p.v_stride_batch, p.v_stride_seq, p.head_dim_v);
+      load_rows_of<C, typename S::TileK>(stage.k, gK, now.k, now.exist, p.head_dim);
+      load_rows_of<C, typename S::TileV>(stage.v, gV, now.v, now.exist, p.head_dim_v);
     }
     cp_async_commit();
   };
