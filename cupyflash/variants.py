@@ -318,6 +318,12 @@ FORWARD = (
     Row("fwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )
 
+# Over caches. Heads of 576, values of 512: the latent attention of DeepSeek-V3 (arXiv 2412.19437) with its projections absorbed, 512 latent
+# columns, which are the values too, and 64 rotated ones.
+CACHED = (
+    Row("fwd_simple", _ANY, 576, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: any dtype, cache and GPU", narrow_v=512),
+)
+
 
 def _bwd_sm90(family: str, head_dim: int, config: BwdSm90Config, why: str, longest: int | None = None) -> Row:
     return Row(family, _HALF, head_dim, 90, False, config, why, "90a", longest=longest)
