@@ -161,7 +161,7 @@ def attention(given: Mapping[str, Any], *, stream: Any, decode_plan: Any = None,
     read: dict[str, Array] = {}
     for name, array in given.items():
         if name in _DESCALES and isinstance(array, numbers.Real):
-            options[name] = float(array)
+            options[name] = array
         elif array is not None or name in required:
             read[name] = arrays.read(array, name, stream)
     kinds = tuple([kind for _, kind, _ in read.values()])

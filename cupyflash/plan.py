@@ -159,11 +159,9 @@ def _appending(problem: CacheProblem) -> tuple[tuple[Step, ...], dict[str, int]]
         flags += ("rotaryf32",)
     variant = Variant("cache_append", p.dtype, 0, 0, tuple(sorted(flags)), _BY_WARPS)
     queries = batches * p.seqlen_q * p.num_heads_q if problem.rotary_dim else 0
-    rows = queries + 2 * batches * problem.seqlen_new * p.num_heads_kv
-    step = Step(
-        variant, (_blocks_of(variant, rows + _ceil_div(p.batch, 32)), 1, 1), variant.threads, 0, (), "new tokens, rotation and lengths"
-    )
-    return (step,), {
+    rows = _grid(variant, queries + 2 * batches * problem.seqlen_new * p.num_heads_kv)
+    blocks = _blocks_of(variant, rows + _ceil_div(p.batch, 32))
+    return (Step(variant, (blocks, 1, 1), variant.threads, 0, (), "new tokens, rotation and lengths"),), {
         "rotated_q": queries * p.head_dim * ITEMSIZE[p.dtype],
         "used_k": 4 * p.batch,
         "first_k": 4 * p.batch if problem.leftpad else 0,

@@ -372,7 +372,7 @@ def cached(
         problem, operands = _of_no_sequence(problem, operands)
     k_new, v_new = _new_tokens(more, problem, num_heads_kv)
     descales = {name: getattr(more, name) for name in ("k_descale", "v_descale")}
-    descale_of_all = {name: _real(name, x) for name, x in descales.items() if isinstance(x, numbers.Real)}
+    descale_of_all = {name: _float32(name, x) for name, x in descales.items() if isinstance(x, numbers.Real)}
     shapes = (), (num_heads_kv,), (batch, num_heads_kv)
     more = more._replace(
         k_new=k_new,
@@ -731,6 +731,13 @@ def _real(name: str, x: Any) -> float:
     value = float(x)
     if not math.isfinite(value):
         raise ShapeError(f"{name}={value} must be finite")
+    return value
+
+
+def _float32(name: str, x: Any) -> float:
+    value = _real(name, x)
+    if abs(value) >= 2.0**128:
+        raise ShapeError(f"{name}={value} must be finite in float32")
     return value
 
 

@@ -39,16 +39,15 @@ __device__ inline Growth growth_of(const CacheParams& p, const SequenceOf<C>& s,
 // Row `row` of an array (B, tokens, heads), packed (1, tokens, heads).
 template <class C>
 struct TokenRow {
-  int b, h, i;      // sequence, head, and which token of the sequence
-  long long token;  // of its batch entry
+  int b, h;   // sequence and head
+  int token;  // of the batch entry
+  int i;      // the same, of the sequence
   SequenceOf<C> s;
 
-  __device__ TokenRow(const ForwardParams& f, long long row, int tokens, int heads) : h(static_cast<int>(row % heads)) {
-    const long long n = row / heads;
-    token = n % tokens;
-    b = C::kPacked ? sequence_at(f.cu_seqlens_q, f.cu_seqlens_q_stride, f.batch, static_cast<int>(token)) : static_cast<int>(n / tokens);
+  __device__ TokenRow(const ForwardParams& f, int row, int tokens, int heads) : h(row % heads), token(row / heads % tokens) {
+    b = C::kPacked ? sequence_at(f.cu_seqlens_q, f.cu_seqlens_q_stride, f.batch, token) : row / heads / tokens;
     s = sequence_of<C>(f, b);
-    i = static_cast<int>(token - rows_before<C>(s));
+    i = token - static_cast<int>(rows_before<C>(s));
   }
   __device__ bool is_of_sequence() const { return !C::kPacked || i < s.used_q; }
   __device__ long long offset(long long stride_batch, long long stride_seq, long long stride_head) const {
@@ -62,42 +61,46 @@ __device__ inline void write_row(const CacheParams& p, const typename C::Element
                                  float descale) {
   using Acc = typename AccumulatorOf<typename C::Element>::Type;
   const long long last = p.rotary_length - 1, place = position < 0 ? 0 : position > last ? last : position;
-  auto write = [&](Acc x, int d) {
+  const int half = turned / 2;
+  for (int d = threadIdx.x % 32; d < dim; d += 32) {
+    Acc x = widen(gX[d]);
+    if (d < turned) {  // the first of a pair becomes x cos - y sin, and the second, of which x is the other, y cos + x sin
+      using Rotary = typename C::Rotary;
+      const bool first = p.rotary_interleaved ? d % 2 == 0 : d < half;
+      const int pair = p.rotary_interleaved ? d / 2 : first ? d : d - half;
+      const int other = p.rotary_interleaved ? d ^ 1 : first ? d + half : d - half;
+      const Acc cos = static_cast<Acc>(widen(static_cast<const Rotary*>(p.rotary_cos)[place * p.rotary_cos_stride + pair]));
+      const Acc sin = static_cast<Acc>(widen(static_cast<const Rotary*>(p.rotary_sin)[place * p.rotary_sin_stride + pair]));
+      const Acc part = product(widen(gX[other]), sin);
+      x = product(x, cos) + (first ? -part : part);
+    }
     if constexpr (!kSame<Stored, typename C::Element>) x /= static_cast<Acc>(descale);
     narrow(x, gY[d]);
-  };
-  for (int n = threadIdx.x % 32; n < turned / 2; n += 32) {
-    using Rotary = typename C::Rotary;
-    const Acc cos = static_cast<Acc>(widen(static_cast<const Rotary*>(p.rotary_cos)[place * p.rotary_cos_stride + n]));
-    const Acc sin = static_cast<Acc>(widen(static_cast<const Rotary*>(p.rotary_sin)[place * p.rotary_sin_stride + n]));
-    const int first = p.rotary_interleaved ? 2 * n : n, second = p.rotary_interleaved ? 2 * n + 1 : n + turned / 2;
-    const Acc x = widen(gX[first]), y = widen(gX[second]);
-    write(product(x, cos) - product(y, sin), first);
-    write(product(x, sin) + product(y, cos), second);
   }
-  for (int d = turned + threadIdx.x % 32; d < dim; d += 32) write(widen(gX[d]), d);
 }
 
 template <class C>
-__device__ inline void turn_query(const CacheParams& p, long long row) {
+__device__ inline void turn_query(const CacheParams& p, int row) {
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const TokenRow<C> r(f, row, f.seqlen_q, f.num_heads_q);
   if (!r.is_of_sequence()) return;
   const Element* gQ = static_cast<const Element*>(p.q) + r.offset(p.q_stride_batch, p.q_stride_seq, p.q_stride_head);
   const long long position = growth_of<C>(p, r.s, r.b).position + r.i;
-  write_row<C>(p, gQ, static_cast<Element*>(p.rotated_q) + row * f.head_dim, f.head_dim, p.rotary_dim, position, 1.0f);
+  write_row<C>(p, gQ, static_cast<Element*>(p.rotated_q) + static_cast<long long>(row) * f.head_dim, f.head_dim, p.rotary_dim, position,
+               1.0f);
 }
 
 // The last new key has the position of the last query.
 template <class C, bool kKey>
-__device__ inline void append_token(const CacheParams& p, long long row) {
+__device__ inline void append_token(const CacheParams& p, int row) {
   using Element = typename C::Element;
   using Cached = typename C::Cached;
   const ForwardParams& f = p.forward;
   const TokenRow<C> r(f, row, p.seqlen_new, f.num_heads_kv);
+  if (!r.is_of_sequence()) return;
   const Growth g = growth_of<C>(p, r.s, r.b);
-  if (!r.is_of_sequence() || r.i >= f.seqlen_k - g.held) return;
+  if (r.i >= f.seqlen_k - g.held) return;
   const int slot = g.held + r.i, page = page_of(f, r.b, slot);
   if (page < 0 || page >= f.num_pages) return;
   const long long page_slot = slot % f.page_size;
@@ -115,19 +118,19 @@ __device__ inline void append_token(const CacheParams& p, long long row) {
 }
 
 template <class C>
-__device__ inline void write_lengths(const CacheParams& p, long long b) {
+__device__ inline void write_lengths(const CacheParams& p, int b) {
   const ForwardParams& f = p.forward;
   if (b >= f.batch) return;
-  const Growth g = growth_of<C>(p, sequence_of<C>(f, static_cast<int>(b)), static_cast<int>(b));
+  const Growth g = growth_of<C>(p, sequence_of<C>(f, b), b);
   p.used_k[b] = g.held + min(g.count, f.seqlen_k - g.held);
   if (p.first_k) p.first_k[b] = clamp(p.cache_leftpad[b * p.cache_leftpad_stride], 0, g.held);
 }
 
 template <class C>
-__device__ inline void append(const CacheParams& p, long long row) {
+__device__ inline void append(const CacheParams& p, int row) {
   const ForwardParams& f = p.forward;
-  const long long batches = C::kPacked ? 1 : f.batch;
-  const long long queries = p.rotary_dim ? batches * f.seqlen_q * f.num_heads_q : 0, keys = batches * p.seqlen_new * f.num_heads_kv;
+  const int batches = C::kPacked ? 1 : f.batch;  // plan.py makes sure that there are fewer than 2^31 rows
+  const int queries = p.rotary_dim ? batches * f.seqlen_q * f.num_heads_q : 0, keys = batches * p.seqlen_new * f.num_heads_kv;
   if (row < queries) {
     turn_query<C>(p, row);
   } else if (row < queries + keys) {
@@ -142,5 +145,5 @@ __device__ inline void append(const CacheParams& p, long long row) {
 }  // namespace cupyflash
 
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) cache_append(const __grid_constant__ cupyflash::CacheParams p) {
-  cupyflash::append<Config>(p, static_cast<long long>(blockIdx.x) * Config::kWarps + threadIdx.x / 32);
+  cupyflash::append<Config>(p, blockIdx.x * Config::kWarps + threadIdx.x / 32);
 }

@@ -43,10 +43,10 @@ __device__ inline double widen(double x) { return x; }
 __device__ inline float widen(signed char x) { return x; }
 
 // As half precision, whose exponent has a bias of 15, it is 2^8 too small; that has subnormal numbers also where float32's are flushed to
-// 0.
+// 0. The one NaN carries into the exponent of all ones.
 __device__ inline float widen(E4M3 x) {
-  const Half small{static_cast<unsigned short>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)};
-  return (x.bits & 0x7f) == 0x7f ? not_a_number(0.0f) : widen(small) * 256.0f;
+  const int code = x.bits & 0x7f;
+  return widen(Half{static_cast<unsigned short>((x.bits & 0x80) << 8 | code << 7 | (code + 1 & 0x80) << 7)}) * 256.0f;
 }
 
 // Round to nearest even.

@@ -1,8 +1,8 @@
 """The CUDA kernels on the CPU: the same source, compiled by g++ with stand-ins for what a GPU has (cuda.h) and for PTX (ptx.h).
 
-`emulated()` makes `cupyflash.attention`, `attention_backward` and `attention_with_kvcache` compute NumPy arrays so: checked, planned and packed as for a GPU, and
-then run by a loop over threads. It shows on any machine whether kernels read and write the right places, and wait for the right things;
-it knows nothing of speed, nor of memory fences (ptx.h).
+`emulated()` makes `cupyflash.attention`, its backward and the calls over caches compute NumPy arrays so: checked, planned and packed as for
+a GPU, and then run by a loop over threads. It shows on any machine whether kernels read and write the right places, and wait for the right
+things; it knows nothing of speed, nor of memory fences (ptx.h).
 """
 
 from __future__ import annotations
