@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -138,11 +139,12 @@ def _check_plan(decode_plan: Any, problem: CacheProblem, q: ArrayView) -> None:
 Compute = Callable[[Mapping[str, Array], Any], tuple[Any, Any]]  # (arrays as they were read, `out`) -> (out, lse)
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # no two are equal: `_check_written` tells them apart
+@dataclass(frozen=True, slots=True, eq=False)  # no two are equal: they are keys of `_check_apart`
 class _Call:
     """All that calls of the same shapes, strides, dtypes and options share."""
 
     views: dict[str, ArrayView]  # of the arrays given, without addresses
+    written: tuple[str, ...]  # which of them
     problem: CacheProblem
     device_id: int
     current_context: Callable[[], int]
@@ -169,7 +171,7 @@ def attention(given: Mapping[str, Any], *, stream: Any, decode_plan: Any = None,
     if decode_plan is not None:
         _check_plan(decode_plan, call.problem, call.views["q"])
     out = given["out"]
-    if out is not None or "k_new" in read:
+    if call.written:
         _check_written(call, given, read)
     if stream is None and call.current_context() in call.contexts:
         return call.compute(read, out)
@@ -179,10 +181,17 @@ def attention(given: Mapping[str, Any], *, stream: Any, decode_plan: Any = None,
 
 def _check_written(call: _Call, given: Mapping[str, Any], read: Mapping[str, Array]) -> None:
     """Results and, where tokens are appended, caches can be written and share no memory with other arrays."""
-    views = arrays.located(call.views, read.values())
-    for name in ("out", *(_CALLED.values() if "k_new" in views else ())):
-        if name in views:
-            arrays.check_out(name, given[name], views[name], views)
+    for name in call.written:
+        _, kind, owner = read[name]
+        arrays.check_writable(name, given[name], kind[0], owner)
+    _check_apart(call, tuple([ptr for ptr, *_ in read.values()]))
+
+
+@functools.lru_cache(maxsize=2048)  # a model's calls find their arrays in the same places again and again
+def _check_apart(call: _Call, addresses: tuple[int, ...]) -> None:
+    views = {name: view._replace(ptr=ptr) for (name, view), ptr in zip(call.views.items(), addresses, strict=True)}
+    for name in call.written:
+        arrays.check_apart(name, views[name], views)
 
 
 @arrays.cached_by_kinds
@@ -207,11 +216,13 @@ def _prepare(kinds: tuple[arrays.Kind, ...], names: tuple[str, ...], option_name
         operands = operands._replace(out=to_bshd(out, "out", "bshd", like))
     lse_shape = (p.batch, p.num_heads_q, p.seqlen_q)[p.packed :]
     lse = arrays.fresh(like, lse_shape, p.lse_dtype) if p.write_lse else None
+    written = (*(("out",) if "out" in views else ()), *(_CALLED.values() if "k_new" in views else ()))
     if like.device_id == HOST:
-        return _Call(views, problem, HOST, int, {0}, _on_host(problem, operands, more, like, out, lse))  # int() is 0, which is no context
+        compute = _on_host(problem, operands, more, like, out, lse)
+        return _Call(views, written, problem, HOST, int, {0}, compute)  # int() is 0, which is no context
     host_vectors = [name for name, view in views.items() if view.device_id != like.device_id]
     compute = _on_gpu(problem, operands, more, like, out, lse, host_vectors)
-    return _Call(views, problem, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
+    return _Call(views, written, problem, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
 
 
 def _on_gpu(

@@ -389,9 +389,9 @@ def test_kf_130_offsets_that_decrease_or_leave_the_array(rng: np.random.Generato
     server = Server(rng, [8, 3, 8], page_size=4, slots=20)
     canvas = np.full((3, 14, 4, 16), 7, np.float32)
     q, out, new = canvas[0, 1:13], canvas[1, 1:13], canvas[2, 1:13, :2]
-    q[...], out[...], new[...] = 1, np.nan, 2
+    q[...], out[...], new[...] = 1, 7, 2
     call: Callable[..., Any] = cupyflash.attention_with_kvcache
     call(q, *server.caches, out=out, cu_seqlens_q=vector(*wrong), k_new=new, v_new=new, **server.options)
-    assert np.isfinite(out).all()
+    assert (out != 7).all()
     for around in itertools.chain(canvas[:, 0], canvas[:, 13]):
         np.testing.assert_array_equal(around, 7)
