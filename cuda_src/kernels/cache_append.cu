@@ -144,6 +144,7 @@ __device__ inline void append(const CacheParams& p, int row) {
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) cache_append(const __grid_constant__ cupyflash::CacheParams p) {
+// Without a number of blocks ptxas keeps to 32 or 40 registers, for which some variants spill one.
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 8) cache_append(const __grid_constant__ cupyflash::CacheParams p) {
   cupyflash::append<Config>(p, blockIdx.x * Config::kWarps + threadIdx.x / 32);
 }

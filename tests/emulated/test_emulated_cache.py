@@ -171,3 +171,23 @@ def test_tables_of_any_rows_and_small_vectors_of_any_strides(rng: np.random.Gene
     expected = over_cache(q, *copied(*caches), k_new=k_new, v_new=v_new, **given)
     out = cupyflash.attention_with_kvcache(q, *caches, k_new=k_new, v_new=v_new, **given)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_packed_tokens_of_no_sequence(rng: np.random.Generator) -> None:
+    """Before the first and behind the last offset: results are 0, and nothing of what lies there is appended."""
+    offsets, held = calls.vector(2, 5, 5, 9), [7, 7, 4, 0, 17, 7, 7]  # nobody's lengths lie around those of the sequences
+    tokens = [calls.normal(rng, 12, heads, 8) for heads in (4, 2, 2)]
+    nobodys = np.r_[0, 1, 9:12]
+    for x in tokens:
+        x[nobodys] = np.nan
+    q, k_new, v_new = tokens
+    angles = np.arange(40)[:, None] * 0.7 ** np.arange(4)
+    given = {"cache_seqlens": calls.vector(*held)[2:5], "page_table": rng.permutation(18).reshape(3, 6).astype(np.int32)}
+    given |= {name: f(angles).astype(np.float32) for name, f in (("rotary_cos", np.cos), ("rotary_sin", np.sin))}
+    given |= {"k_new": k_new, "v_new": v_new, "cu_seqlens_q": offsets, "alibi_slopes": rng.random((3, 4)).astype(np.float32)}
+    caches = [calls.normal(rng, 18, 4, 2, 8) for _ in range(2)]
+    expected = over_cache(q, *copied(*caches), **given)
+    out, lse, _ = cupyflash.attention_with_kvcache(q, *caches, return_lse=True, **given)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(out[nobodys], 0)
+    np.testing.assert_array_equal(lse[:, nobodys], -np.inf)
