@@ -337,8 +337,8 @@ def attention_with_kvcache(
     k_new, v_new : (B, Sn, Hkv, D) and (B, Sn, Hkv, Dv), packed (Tq, Hkv, D) and (Tq, Hkv, Dv) with the offsets of q; of q's dtype. Tokens
         to append; those past the end of the cache, or of the row of page_table, are dropped and never written elsewhere.
     page_table : (B, max_pages), int32: slot j of sequence b is ``k_cache[page_table[b, j // page_size], j % page_size]``. Rows are dense,
-        as are those of rotary_cos and rotary_sin. Entries past a sequence's length are never read. Sequences may share pages, as of a common
-        prefix, but for those they append to.
+        as are those of rotary_cos and rotary_sin. Entries past a sequence's length are never read. Sequences may share pages, as of a
+        common prefix, but for those they append to.
     cache_batch_idx : (B,), int32: sequence b is entry cache_batch_idx[b] of a cache of any batch; not with page_table.
     cache_leftpad : (B,), int32: slots at the beginning of each sequence that hold no key; at most cache_seqlens, which counts them.
     rotary_cos, rotary_sin : (positions, rotary_dim / 2), float32 or q's dtype: rotary embedding (Su et al., arXiv 2104.09864) of the first

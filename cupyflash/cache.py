@@ -243,7 +243,7 @@ def _on_gpu(
     workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
     appends = "used_k" in workspaces
     descales = problem.k_descale, problem.v_descale
-    seen, pages = _as_the_attention_sees_them(problem, operands, more, like, workspaces)
+    seen, pages = _left_for_attention(problem, operands, more, like, workspaces)
     numbers: tuple[bytes, ...] = (params.numbers(problem.attention, seen, schedule.section, schedule.tiles, pages, descales),)
     lengths = "seqused_k" if more.cache_seqlens is None else "cache_seqlens"  # in use before the call
     if appends:
@@ -255,7 +255,7 @@ def _on_gpu(
     allocators = [(name, arrays.allocator(view, like)) for name, view in workspaces.items()]
     # Where the addresses of both structs come from: names of arrays and workspaces.
     others = {
-        "q": "q" if "rotated_q" not in workspaces else "rotated_q",
+        "q": "rotated_q" if "rotated_q" in workspaces else "q",
         "k": "k" if more.cache_seqlens is None else "k_cache",
         "v": "v" if more.cache_seqlens is None else "v_cache",
         "seqused_k": "used_k" if appends else lengths,
@@ -287,10 +287,10 @@ def _on_gpu(
     return compute
 
 
-def _as_the_attention_sees_them(
+def _left_for_attention(
     problem: CacheProblem, operands: Operands, more: CacheOperands, like: ArrayView, workspaces: Mapping[str, ArrayView]
 ) -> tuple[Operands, CacheOperands]:
-    """The operands of a call after what is done before the attention, which leaves queries, lengths and left padding in workspaces."""
+    """The operands of a call as the attention reads them: the kernel before it leaves queries, lengths and left padding in workspaces."""
     vector = arrays.fresh(like, (problem.attention.batch,), "int32")
     if "rotated_q" in workspaces:
         q = arrays.fresh(like, operands.q.shape, like.dtype)
@@ -328,6 +328,6 @@ def _on_host(
             rows if rows is None or rows.ndim == 3 else rows[None],
         )
         this = like._replace(owner=q)
-        return arrays.give_back(made, this) if out is None else out, arrays.give_back(lse, this)
+        return arrays.give_back(made, this) if out is None else out, None if lse is None else arrays.give_back(lse, this)
 
     return compute

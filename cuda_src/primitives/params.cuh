@@ -60,7 +60,7 @@ struct ForwardParams {
 struct CacheParams {
   ForwardParams forward;
 
-  const void* q;           // (B, Sq, Hq, D) before rotation, packed (1, Tq, Hq, D); null where it is not asked for
+  const void* q;           // (B, Sq, Hq, D) as given, packed (1, Tq, Hq, D); read where it is turned
   const void* k_new;       // (B, Sn, Hkv, D), packed (1, Tq, Hkv, D)
   const void* v_new;       // (B, Sn, Hkv, Dv)
   const void* rotary_cos;  // (rotary_length, rotary_dim / 2), last axis dense
