@@ -147,7 +147,7 @@ def test_numbers_of_few_bits(cache_dtype: Any, dtype: Any, rng: np.random.Genera
     values = np.sort(codes.astype(dtype)[np.isfinite(codes.astype(dtype))])
     middles = (values[1:] + values[:-1]) / 2
     near = [np.nextafter(middles, dtype(x)) for x in (-1000, 1000)]
-    special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e-30, 449, 463.9, 464, 1e30], dtype)
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e-30, 449, 463.9, 464, 1e30], dtype)
     new = np.concatenate([values, middles, *near, special, rng.standard_normal(500) * 100]).astype(dtype)
     new = np.resize(new, (1, -(-new.size // 64), 1, 64))
     caches = [np.zeros(new.shape, cache_dtype) for _ in range(2)]
