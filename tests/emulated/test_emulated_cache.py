@@ -191,3 +191,15 @@ def test_packed_tokens_of_no_sequence(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(out[nobodys], 0)
     np.testing.assert_array_equal(lse[:, nobodys], -np.inf)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (1, 0, 2, 8)])
+def test_a_cache_without_slots(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    """Of no pages, though the table has room for some, or of pages without slots: rows see no key, and new tokens are dropped."""
+    caches = [np.zeros(shape, np.float32) for _ in range(2)]
+    q, new = calls.normal(rng, 1, 2, 4, 8), calls.normal(rng, 1, 2, 2, 8)
+    given = {"cache_seqlens": calls.vector(3), "page_table": np.zeros((1, 2), np.int32)}
+    for more in ({}, {"k_new": new, "v_new": new}):
+        out, lse, _ = cupyflash.attention_with_kvcache(q, *caches, return_lse=True, **given, **more)
+        np.testing.assert_array_equal(out, 0)
+        np.testing.assert_array_equal(lse, -np.inf)
