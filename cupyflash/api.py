@@ -209,7 +209,7 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k : the longest sequence, if known: helps to choose a kernel. Too small a number costs time, not correctness.
     page_table : (B, max_pages), int32: k and v then are pages (num_pages, page_size, Hkv, D), of q's dtype, and key j of sequence b is
         ``k[page_table[b, j // page_size], j % page_size]``. How many keys a sequence has say cu_seqlens_k, of which only the differences
-        count, or seqused_k, or the lesser of both; one must be given. `attention_with_kvcache` says more of pages. Host memory so far.
+        count, or seqused_k, or the lesser of both; one must be given. `attention_with_kvcache` says more of pages.
     causal, window_size : as in `attention`, around the diagonal of each sequence, with offset = its keys - its rows (used ones, where
         given); "top_left" is offset = 0.
     softmax_scale, softcap : as in `attention`.
@@ -321,8 +321,8 @@ def attention_with_kvcache(
 
     For each sequence: rotary embedding turns its queries and new keys, the new keys and values are written behind the `cache_seqlens` that
     the cache holds, and the queries attend over all of them, in the order of operations of `attention`. Lengths stay where the arrays
-    are. Pages are those of PagedAttention (Kwon et al., arXiv 2309.06180), splits those of Flash-Decoding (Dao et al. 2023). Arrays in host
-    memory so far.
+    are, so that a captured CUDA graph may have other ones in each replay. Pages are those of PagedAttention (Kwon et al., arXiv
+    2309.06180), splits those of Flash-Decoding (Dao et al. 2023).
 
     Parameters
     ----------
@@ -336,8 +336,9 @@ def attention_with_kvcache(
         pass theirs if the cache holds the new tokens already, and no k_new.) The array is not changed.
     k_new, v_new : (B, Sn, Hkv, D) and (B, Sn, Hkv, Dv), packed (Tq, Hkv, D) and (Tq, Hkv, Dv) with the offsets of q; of q's dtype. Tokens
         to append; those past the end of the cache, or of the row of page_table, are dropped and never written elsewhere.
-    page_table : (B, max_pages), int32: slot j of sequence b is ``k_cache[page_table[b, j // page_size], j % page_size]``. Entries past a
-        sequence's length are never read. Sequences may share pages, as of a common prefix, but for those they append to.
+    page_table : (B, max_pages), int32: slot j of sequence b is ``k_cache[page_table[b, j // page_size], j % page_size]``. Rows are dense,
+        as are those of rotary_cos and rotary_sin. Entries past a sequence's length are never read. Sequences may share pages, as of a
+        common prefix, but for those they append to.
     cache_batch_idx : (B,), int32: sequence b is entry cache_batch_idx[b] of a cache of any batch; not with page_table.
     cache_leftpad : (B,), int32: slots at the beginning of each sequence that hold no key; at most cache_seqlens, which counts them.
     rotary_cos, rotary_sin : (positions, rotary_dim / 2), float32 or q's dtype: rotary embedding (Su et al., arXiv 2104.09864) of the first
@@ -354,9 +355,10 @@ def attention_with_kvcache(
         multiplied by, default 1. New tokens are divided by it and rounded to nearest even, those too large to the largest.
     kv_layout : "nhd" or "hnd". Strides only, no copy.
     num_splits, split_size : into how many parts keys are split, or how many keys a part has; None leaves it to cupyflash. With split_size
-        the result of a sequence has the same bits whatever else is in the batch. In host memory nothing is split.
+        the result of a sequence has the same bits whatever else is in the batch. So far nothing is split.
     plan : of `plan_decode`, made for such calls.
-    out, return_lse, stream : as in `attention`.
+    out, return_lse, stream : as in `attention`. In the capture of a CUDA graph of CuPy's a call that appends or rotates keeps its
+        workspaces, 4 bytes a sequence and as much as q, until the process ends.
 
     Returns
     -------
@@ -370,8 +372,7 @@ def attention_with_kvcache(
 
     Raises
     ------
-    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`, before anything is written. Arrays in GPU memory
-    have no kernel for this yet and are an UnsupportedError.
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`, before anything is written.
 
     Examples
     --------

@@ -364,14 +364,24 @@ def place(view: ArrayView) -> str:
 
 def check_out(name: str, array: Any, out: ArrayView, views: Mapping[str, ArrayView | None]) -> None:
     """`out=` can be written, has one place for each element, and shares none with another array of the call; `views` may hold `name`."""
-    if out.owner is not array:
+    check_writable(name, array, out.library, out.owner)
+    check_apart(name, out, views)
+
+
+def check_writable(name: str, array: Any, library: str, owner: Any) -> None:
+    """The first half of `check_out`: about the array as its library has it."""
+    if owner is not array:
         raise ArgumentError(f"{name} is a {type(array).__name__}: results are written into arrays of CuPy, torch and NumPy only")
-    if out.library == "jax":
+    if library == "jax":
         raise ArgumentError(f"{name}= is a JAX array: JAX arrays cannot be written, use the returned one")
-    if out.library == "numpy" and not out.owner.flags.writeable:
+    if library == "numpy" and not owner.flags.writeable:
         raise ShapeError(f"{name} is read-only: pass an array that can be written")
-    if out.library == "torch" and out.owner.requires_grad:
+    if library == "torch" and owner.requires_grad:
         raise ArgumentError(f"{name} requires grad: pass a tensor that does not")
+
+
+def check_apart(name: str, out: ArrayView, views: Mapping[str, ArrayView | None]) -> None:
+    """The second half: about addresses and strides alone."""
     if _folds(out.shape, out.strides):
         raise ShapeError(f"{name} has strides {out.strides}: each must be positive, so that no two elements share a place")
     for other, view in views.items():

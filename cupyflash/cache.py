@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyflash import arrays, plan
-from cupyflash.arrays import HOST, ArrayView
+from cupyflash import arrays, launch, params, plan
+from cupyflash.arrays import HOST, Array, ArrayView
 from cupyflash.device import HOST_SPEC, named, query
 from cupyflash.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from cupyflash.keywords import names_foreign_keywords
@@ -33,14 +35,14 @@ class DecodePlan(NamedTuple):
         """Lay the splits out for new lengths, where the arrays are; results are right without, only slower.
 
         cache_seqlens : (B,), int32, as the next calls will have them. ShapeError, DtypeError or DeviceError where they cannot be those of
-        this plan. In host memory there is nothing else to do.
+        this plan. There is nothing else to do: no kernel needs it.
         """
         lengths = arrays.view(cache_seqlens, "cache_seqlens")
         if lengths.shape != (self.batch,):
             raise ShapeError(f"cache_seqlens has shape {lengths.shape}: it must be ({self.batch},), for which the plan was made")
         if lengths.dtype != "int32":
             raise DtypeError(f"cache_seqlens is {lengths.dtype}: it must be int32")
-        if lengths.device_id != HOST:
+        if self.device == "host" and lengths.device_id != HOST:
             raise DeviceError(f"cache_seqlens is {arrays.place(lengths)} and the plan was made for device={self.device!r}")
 
 
@@ -65,7 +67,7 @@ def plan_decode(
     page_size : of a paged cache, else None.
     max_seqlen_k : the most slots that a sequence may have: ``max_pages * page_size``, or Sc of a cache that is not paged.
     dtype : q's, a name or a dtype of any library.
-    device : "host"; "cuda" and architectures as "sm_90a" are not served yet.
+    device : "host", "cuda" for the current GPU, or an architecture as "sm_90a".
     cuda_graph : whether calls will be captured in a CUDA graph; for a GPU only.
 
     Returns
@@ -74,7 +76,7 @@ def plan_decode(
 
     Raises
     ------
-    ShapeError, DtypeError, ArgumentError, DeviceError : sizes that no call can have. UnsupportedError : a device that is not served.
+    ShapeError, DtypeError, ArgumentError, DeviceError : sizes that no call can have, or no such device. UnsupportedError : no kernel.
 
     Examples
     --------
@@ -111,7 +113,7 @@ def _contiguous(shape: tuple[int, ...], dtype: str) -> ArrayView:
     return ArrayView(0, shape, arrays.strides_of(shape, None), dtype, HOST, "numpy", None)
 
 
-def _check_plan(decode_plan: Any, problem: CacheProblem) -> None:
+def _check_plan(decode_plan: Any, problem: CacheProblem, q: ArrayView) -> None:
     """One error for all in which a plan differs from the call that it is given to."""
     if not isinstance(decode_plan, DecodePlan):
         raise ArgumentError(f"plan is a {type(decode_plan).__name__}: it must be what cupyflash.plan_decode returned")
@@ -128,54 +130,68 @@ def _check_plan(decode_plan: Any, problem: CacheProblem) -> None:
     page_size = problem.page_size or 1
     if p.seqlen_k > -(-decode_plan.max_seqlen_k // page_size) * page_size:
         differs.append(f"{p.seqlen_k} slots a sequence, the plan max_seqlen_k={decode_plan.max_seqlen_k}")
+    if (decode_plan.device == "host") != (q.device_id == HOST):
+        differs.append(f"arrays {arrays.place(q)}, the plan device={decode_plan.device!r}")
     if differs:
         raise ShapeError(f"plan was made for other calls: this one has {'; '.join(differs)}; make one by cupyflash.plan_decode")
 
 
-class _Call(NamedTuple):
-    """All that calls of the same shapes, strides, dtypes and options share; views without addresses."""
+Compute = Callable[[Mapping[str, Array], Any], tuple[Any, Any]]  # (arrays as they were read, `out`) -> (out, lse)
 
-    views: dict[str, ArrayView]  # of the arrays given
+
+@dataclass(frozen=True, slots=True, eq=False)  # no two are equal: they are keys of `_check_apart`
+class _Call:
+    """All that calls of the same shapes, strides, dtypes and options share."""
+
+    views: dict[str, ArrayView]  # of the arrays given, without addresses
+    written: tuple[str, ...]  # which of them
     problem: CacheProblem
-    operands: Operands
-    more: CacheOperands
-    out: ArrayView
-    lse: ArrayView | None
+    device_id: int
+    current_context: Callable[[], int]
+    contexts: set[int]  # while one of these is the current one, `compute` can run as things are
+    compute: Compute
 
 
 _CALLED = {"k": "k_cache", "v": "v_cache"}  # what `attention_with_kvcache` calls these fields of Operands
+_DESCALES = ("k_descale", "v_descale")
 
 
 def attention(given: Mapping[str, Any], *, stream: Any, decode_plan: Any = None, **options: Any) -> tuple[Any, Any]:
     """(out, lse), lse None where it was not asked for. `given` has all arguments that are arrays by their names, None where not used; those
     named in `_CALLED` have that name where there are cache_seqlens. The options are those of `problem.cached`."""
     required = {"q", *_CALLED.values(), "cache_seqlens"} if "k_cache" in given else {"q", *_CALLED, "cu_seqlens_q"}
-    read = {}
+    read: dict[str, Array] = {}
     for name, array in given.items():
-        if name in ("k_descale", "v_descale") and isinstance(array, numbers.Real):
-            array = np.array(array, np.float32)
-        if array is not None or name in required:
+        if name in _DESCALES and isinstance(array, numbers.Real):
+            options[name] = array
+        elif array is not None or name in required:
             read[name] = arrays.read(array, name, stream)
     kinds = tuple([kind for _, kind, _ in read.values()])
     call = arrays.prepared(_prepare, kinds, (*read,), (*options,), *options.values())
-    views = arrays.located(call.views, read.values())
-    like, out = views["q"], given["out"]
     if decode_plan is not None:
-        _check_plan(decode_plan, call.problem)
-    for name in ("out", *(_CALLED.values() if "k_new" in views else ())):
-        if name in views:
-            arrays.check_out(name, given[name], views[name], views)
-    with arrays.on_stream(stream, [*views.values()]):
-        made, lse = _made(call.out, like) if out is None else views["out"], _made(call.lse, like)
-        _run_on_host(call, views, made, lse)
-        return arrays.give_back(made.owner, like) if out is None else out, lse and arrays.give_back(lse.owner, like)
+        _check_plan(decode_plan, call.problem, call.views["q"])
+    out = given["out"]
+    if call.written:
+        _check_written(call, given, read)
+    if stream is None and call.current_context() in call.contexts:
+        return call.compute(read, out)
+    with arrays.on_stream(stream, [*arrays.located(call.views, read.values()).values()]), launch.on_device(call.device_id):
+        return call.compute(read, out)
 
 
-def _made(view: Any, like: ArrayView) -> Any:
-    if view is None:
-        return None
-    ptr, owner = arrays.allocator(view, like)(like.owner)
-    return view._replace(ptr=ptr, owner=owner)
+def _check_written(call: _Call, given: Mapping[str, Any], read: Mapping[str, Array]) -> None:
+    """Results and, where tokens are appended, caches can be written and share no memory with other arrays."""
+    for name in call.written:
+        _, kind, owner = read[name]
+        arrays.check_writable(name, given[name], kind[0], owner)
+    _check_apart(call, tuple([ptr for ptr, *_ in read.values()]))
+
+
+@functools.lru_cache(maxsize=2048)  # a model's calls find their arrays in the same places again and again
+def _check_apart(call: _Call, addresses: tuple[int, ...]) -> None:
+    views = {name: view._replace(ptr=ptr) for (name, view), ptr in zip(call.views.items(), addresses, strict=True)}
+    for name in call.written:
+        arrays.check_apart(name, views[name], views)
 
 
 @arrays.cached_by_kinds
@@ -184,31 +200,136 @@ def _prepare(kinds: tuple[arrays.Kind, ...], names: tuple[str, ...], option_name
     views = {name: arrays.describe(kind, name) for name, kind in zip(names, kinds, strict=True)}
     arrays.check_together(views)
     like = views["q"]
+    there = {  # a NumPy vector beside GPU arrays as it will be on the device
+        name: view if view.device_id == like.device_id else arrays.fresh(view, view.shape, view.dtype) for name, view in views.items()
+    }
     options = dict(zip(option_names, values, strict=True))
+    descales = {name: options.pop(name) for name in _DESCALES if name in options}
     problem, operands, more = cached(
-        Operands(*[views.get(name, views.get(_CALLED.get(name, name))) for name in Operands._fields]),
-        CacheOperands(*[views.get(name) for name in CacheOperands._fields]),
+        Operands(*[there.get(name, there.get(_CALLED.get(name, name))) for name in Operands._fields]),
+        CacheOperands(*[there.get(name, descales.get(name)) for name in CacheOperands._fields]),
         **options,
     )
-    plan.cached(problem, query(like.device_id))
     p = problem.attention
     out = arrays.fresh(like, (*like.shape[:-1], p.head_dim_v), p.out_dtype, arrays.storage_order(like))
     if operands.out is None:
         operands = operands._replace(out=to_bshd(out, "out", "bshd", like))
     lse_shape = (p.batch, p.num_heads_q, p.seqlen_q)[p.packed :]
-    return _Call(views, problem, operands, more, out, arrays.fresh(like, lse_shape, p.lse_dtype) if p.write_lse else None)
+    lse = arrays.fresh(like, lse_shape, p.lse_dtype) if p.write_lse else None
+    written = (*(("out",) if "out" in views else ()), *(_CALLED.values() if "k_new" in views else ()))
+    if like.device_id == HOST:
+        compute = _on_host(problem, operands, more, like, out, lse)
+        return _Call(views, written, problem, HOST, int, {0}, compute)  # int() is 0, which is no context
+    host_vectors = [name for name, view in views.items() if view.device_id != like.device_id]
+    compute = _on_gpu(problem, operands, more, like, out, lse, host_vectors)
+    return _Call(views, written, problem, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
 
 
-def _run_on_host(call: _Call, views: Mapping[str, ArrayView], out: ArrayView, lse: ArrayView | None) -> None:
+def _on_gpu(
+    problem: CacheProblem,
+    operands: Operands,
+    more: CacheOperands,
+    like: ArrayView,
+    out_view: ArrayView,
+    lse_view: ArrayView | None,
+    host_vectors: list[str],  # which arrays are NumPy's beside GPU arrays
+) -> Compute:
+    """What computes calls on a GPU, which must be the current one."""
+    launch.check_process()
+    if operands.k.shape[0] == 0:  # a table may have room for pages that no cache has
+        problem = problem._replace(attention=problem.attention._replace(seqlen_k=0))
+    device = query(like.device_id)
+    schedule = plan.cached(problem, device)
+    workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
+    appends = "used_k" in workspaces
+    descales = problem.k_descale, problem.v_descale
+    seen, pages = _left_for_attention(problem, operands, more, like, workspaces)
+    numbers: tuple[bytes, ...] = (
+        params.numbers(problem.attention, seen, schedule.section, schedule.tiles, pages, descales, schedule.splits),
+    )
+    lengths = "seqused_k" if more.cache_seqlens is None else "cache_seqlens"  # in use before the call
+    if appends:
+        given = operands.seqused_k if more.cache_seqlens is None else more.cache_seqlens
+        numbers += (params.cache_numbers(problem, operands.q, given, more),)
+    packing = launch.Packing("Q" * len(params.POINTER_NAMES), numbers, (params.CACHE if appends else params.FORWARD).size)
+    queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
+    allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)
+    allocators = [(name, arrays.allocator(view, like)) for name, view in workspaces.items()]
+    # Where the addresses of both structs come from: names of arrays and workspaces.
+    others = {
+        "q": "rotated_q" if "rotated_q" in workspaces else "q",
+        "k": "k" if more.cache_seqlens is None else "k_cache",
+        "v": "v" if more.cache_seqlens is None else "v_cache",
+        "seqused_k": "used_k" if appends else lengths,
+        "first_k": "first_k" if appends else "cache_leftpad",
+        "page_table": "cache_batch_idx" if more.page_table is None else "page_table",
+    }
+    sources = [others.get(name, name) for name in params.POINTER_NAMES]
+    sources_of_append = [lengths if name == "cache_seqlens" else name for name in params.CACHE_POINTER_NAMES]
+
+    def compute(read: Mapping[str, Array], out: Any) -> tuple[Any, Any]:
+        q, lse, made = read["q"][2], None, []
+        addresses = {name: array[0] for name, array in read.items()}
+        for name in host_vectors:
+            addresses[name], _, owner = arrays.to_device(read[name][2], like._replace(owner=q), name)
+            made.append(owner)
+        if out is None:
+            addresses["out"], out = allocate_out(q)
+        if allocate_lse is not None:
+            addresses["lse"], lse = allocate_lse(q)
+        for name, allocate in allocators:
+            addresses[name], owner = allocate(q)
+            made.append(owner)
+        if allocators:
+            arrays.keep_if_captured(made, like)
+        of_append = params.cache_pointers([addresses.get(name, 0) for name in sources_of_append]) if appends else b""
+        queue(tuple([addresses.get(name, 0) for name in sources]), of_append)
+        return out, lse
+
+    return compute
+
+
+def _left_for_attention(
+    problem: CacheProblem, operands: Operands, more: CacheOperands, like: ArrayView, workspaces: Mapping[str, ArrayView]
+) -> tuple[Operands, CacheOperands]:
+    """The operands of a call as the attention reads them: the kernel before it leaves queries, lengths and left padding in workspaces."""
+    vector = arrays.fresh(like, (problem.attention.batch,), "int32")
+    if "rotated_q" in workspaces:
+        q = arrays.fresh(like, operands.q.shape, like.dtype)
+        operands = operands._replace(q=q._replace(strides=(0, *q.strides[1:])) if problem.attention.packed else q)
+    if "used_k" in workspaces:
+        return operands._replace(seqused_k=vector), more._replace(cache_leftpad=more.cache_leftpad and vector)
+    return operands if more.cache_seqlens is None else operands._replace(seqused_k=more.cache_seqlens), more
+
+
+def _on_host(
+    problem: CacheProblem, operands: Operands, more: CacheOperands, like: ArrayView, out_view: ArrayView, lse_view: ArrayView | None
+) -> Compute:
     from cupyflash import host_cache  # 1 ms of an import of the package
 
-    def at(field: str, shaped: Any) -> Any:
-        if shaped is None:
-            return None
-        owner = out.owner if field == "out" else views[field if field in views else _CALLED[field]].owner
-        return arrays.on_host(shaped._replace(owner=owner))
+    plan.cached(problem, HOST_SPEC)
+    p, num_heads_kv = problem.attention, operands.k.shape[2]
+    allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)
+    of_all = {name: x for name, x in (("k_descale", problem.k_descale), ("v_descale", problem.v_descale)) if x != 1}
+    descales = {name: np.full((p.batch, num_heads_kv), x, np.float32) for name, x in of_all.items()}
 
-    operands = Operands(*[at(name, shaped) for name, shaped in zip(Operands._fields, call.operands, strict=True)])
-    more = CacheOperands(*[at(name, shaped) for name, shaped in zip(CacheOperands._fields, call.more, strict=True)])
-    rows = None if lse is None else arrays.on_host(lse)
-    host_cache.attention(call.problem, operands, more, rows if rows is None or rows.ndim == 3 else rows[None])
+    def compute(read: Mapping[str, Array], out: Any) -> tuple[Any, Any]:
+        q = read["q"][2]
+        owners = {name: array[2] for name, array in read.items()}
+        owners["out"] = made = allocate_out(q)[1] if out is None else out
+        lse = allocate_lse(q)[1] if allocate_lse is not None else None
+
+        def at(name: str, shaped: Any) -> Any:
+            return shaped and arrays.on_host(shaped._replace(owner=owners[name if name in owners else _CALLED[name]]))
+
+        rows = lse_view and arrays.on_host(lse_view._replace(owner=lse))
+        host_cache.attention(
+            problem,
+            Operands(*map(at, Operands._fields, operands)),
+            CacheOperands(*map(at, CacheOperands._fields, more))._replace(**descales),
+            rows if rows is None or rows.ndim == 3 else rows[None],
+        )
+        this = like._replace(owner=q)
+        return arrays.give_back(made, this) if out is None else out, None if lse is None else arrays.give_back(lse, this)
+
+    return compute

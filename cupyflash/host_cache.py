@@ -189,14 +189,14 @@ _E4M3_MIDPOINTS = (_E4M3[1:127] + _E4M3[:126]) / 2  # exact in float32
 
 def _narrow(x: Array, dtype: str, stored: Any) -> Array:
     """Wide values as a cache of `dtype` stores them: rounded to nearest even, and to the largest where a quantised one has none so large.
-    int8 has no NaN and stores 0."""
+    int8 has no NaN and stores 0, and e4m3 one without a sign."""
     if dtype == "int8":
         return np.clip(np.rint(np.where(np.isnan(x), 0, x)), -128, 127).astype(np.int8)
     if dtype == "float8_e4m3fn":
         size = np.abs(x)
         code = np.searchsorted(_E4M3_MIDPOINTS, size)
         code += (code % 2 == 1) & (size == _E4M3_MIDPOINTS[np.minimum(code, 125)])  # between an odd code and the even one above it
-        return cast(Array, (np.where(np.isnan(x), 127, code) + 128 * np.signbit(x)).astype(np.uint8))
+        return cast(Array, np.where(np.isnan(x), 127, code + 128 * np.signbit(x)).astype(np.uint8))
     narrow = np.empty(x.shape, stored)
     store(narrow, x, dtype)
     return narrow

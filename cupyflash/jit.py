@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
-from cupyflash.params import BACKWARD, FORWARD
+from cupyflash.params import BACKWARD, CACHE, FORWARD
 from cupyflash.variants import BwdBiasConfig, BwdConfig, BwdRowsConfig, BwdSm90Config, DecodeConfig, SimpleConfig, Sm90Config, Variant
 
 
@@ -61,7 +61,14 @@ def _sources(family: str) -> tuple[str, str]:
     return _paste(source_root() / "primitives" / "types.cuh", seen), _paste(source_root() / "kernels" / f"{family}.cu", seen)
 
 
-_TYPES = {"float16": "cupyflash::Half", "bfloat16": "cupyflash::BFloat16", "float32": "float", "float64": "double"}
+_TYPES = {
+    "float16": "cupyflash::Half",
+    "bfloat16": "cupyflash::BFloat16",
+    "float32": "float",
+    "float64": "double",
+    "float8_e4m3fn": "cupyflash::E4M3",
+    "int8": "signed char",
+}
 _FLAGS = {
     "alibi": "kAlibi",
     "bias": "kBias",
@@ -82,9 +89,11 @@ _FLAGS = {
 def _config(variant: Variant, arch: str) -> str:
     """`struct Config`: the variant in C++, constant by constant."""
     flags = {flag.removesuffix("f32") for flag in variant.flags}
-    out = next((flag.removeprefix("out") for flag in variant.flags if flag.startswith("out")), variant.dtype)
-    types = {"Element": variant.dtype, "Out": out}
-    types |= {name: "float32" if f"{name.lower()}f32" in variant.flags else variant.dtype for name in ("Bias", "Sink")}
+    types = {"Element": variant.dtype}
+    for name in ("Out", "Cached"):
+        named = (flag.removeprefix(name.lower()) for flag in variant.flags if flag.startswith(name.lower()))
+        types[name] = next(named, variant.dtype)
+    types |= {name: "float32" if f"{name.lower()}f32" in variant.flags else variant.dtype for name in ("Bias", "Sink", "Rotary")}
     numbers = {"kArch": int(arch.rstrip("af")), "kHeadDim": variant.head_dim, "kHeadDimV": variant.head_dim_v}
     config = variant.config
     assert config is not None
@@ -155,7 +164,7 @@ def _wgmma(variant: Variant) -> tuple[str, ...]:
 
 def _checks(variant: Variant) -> str:
     """Drift between the languages is a compile error."""
-    sizes = {"ForwardParams": FORWARD.size, "BackwardParams": BACKWARD.size}
+    sizes = {"ForwardParams": FORWARD.size, "CacheParams": CACHE.size, "BackwardParams": BACKWARD.size}
     checks = [f'static_assert(sizeof(cupyflash::{name}) == {size}, "params.py and params.cuh differ");' for name, size in sizes.items()]
     if variant.smem_bytes:
         checks.append(f'static_assert(sizeof(cupyflash::Smem<Config>) == {variant.smem_bytes}, "variants.py and Smem differ");')

@@ -11,45 +11,28 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, CacheOperands, Operands
+from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, CacheOperands, CacheProblem, Operands
 
 _LOG2E = math.log2(math.e)
 
-_MORE = (
-    "row_tiles",
-    "key_tiles",
-    "page_table",
-    "first_k",
-    "part_out",
-    "part_lse",
-    "arrived",
-)  # what a call may have beside Operands and LSE
+# What a call may have beside Operands and LSE.
+_MORE = ("row_tiles", "key_tiles", "page_table", "first_k", "k_descale", "v_descale", "part_out", "part_lse", "arrived")
+
+POINTER_NAMES = (*Operands._fields, "lse", *_MORE)
 
 # (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, f float.
 FORWARD_FIELDS = (
-    *((name, "Q") for name in (*Operands._fields, "lse", *_MORE)),
+    *((name, "Q") for name in POINTER_NAMES),
     *((f"{name}_stride_{axis}", "q") for name in ("q", "k", "v", "out") for axis in ("batch", "seq", "head")),
     *((f"{name}_stride_{axis}", "q") for name in ("bias", "mask") for axis in ("batch", "head", "q", "k")),
     *((f"alibi_stride_{axis}", "q") for axis in ("batch", "head")),
     *((f"{name}_stride", "q") for name in ("sink", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "first_k")),
+    *((f"{name}_descale_stride_{axis}", "q") for name in "kv" for axis in ("batch", "head")),
     *((name, "d") for name in ("softmax_scale", "softcap")),
     *((name, "i") for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")),
-    *(
-        (name, "i")
-        for name in (
-            "window_left",
-            "window_right",
-            "top_left",
-            "section",
-            "tile_rows",
-            "tile_keys",
-            "page_size",
-            "num_pages",
-            "split",
-            "parts",
-        )
-    ),
-    ("softmax_scale_log2", "f"),
+    *((name, "i") for name in ("window_left", "window_right", "top_left", "section", "tile_rows", "tile_keys")),
+    *((name, "i") for name in ("page_size", "num_pages", "split", "parts")),
+    *((name, "f") for name in ("softmax_scale_log2", "k_descale_of_all", "v_descale_of_all")),
 )
 FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
 POINTERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if code == "Q"))  # the first fields; the rest is NUMBERS
@@ -70,6 +53,26 @@ BACKWARD_FIELDS = (*FORWARD_FIELDS, *((name, "Q") for name in _BACKWARD_POINTERS
 BACKWARD = struct.Struct("<" + "".join(code for _, code in BACKWARD_FIELDS))
 _POINTERS_OF_BACKWARD = struct.Struct(f"<{len(_BACKWARD_POINTERS)}Q")
 _NUMBERS_OF_BACKWARD = struct.Struct(f"<{len(_BACKWARD_NUMBERS)}q")
+
+# The same of cache_append.cu.
+CACHE_POINTER_NAMES = (
+    *("q", "k_new", "v_new", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_leftpad", "rotary_positions"),
+    *("k_cache", "v_cache", "rotated_q", "used_k", "first_k"),
+)
+_CACHE_STRIDES = (
+    *(f"{name}_stride_{axis}" for name in ("q", "k_new", "v_new") for axis in ("batch", "seq", "head")),
+    *(f"{name}_stride" for name in ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_leftpad", "rotary_positions")),
+)
+_CACHE_NUMBERS = ("seqlen_new", "rotary_dim", "rotary_length", "rotary_interleaved")
+CACHE_FIELDS = (
+    *FORWARD_FIELDS,
+    *((name, "Q") for name in CACHE_POINTER_NAMES),
+    *((name, "q") for name in _CACHE_STRIDES),
+    *((name, "i") for name in _CACHE_NUMBERS),
+)
+CACHE = struct.Struct("<" + "".join(code for _, code in CACHE_FIELDS))
+_POINTERS_OF_CACHE = struct.Struct(f"<{len(CACHE_POINTER_NAMES)}Q")
+_NUMBERS_OF_CACHE = struct.Struct(f"<{len(_CACHE_STRIDES)}q{len(_CACHE_NUMBERS)}i")
 
 UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
 
@@ -96,9 +99,11 @@ def numbers(
     section: int = 1,
     tiles: tuple[int, int] = (0, 0),
     cache: CacheOperands | None = None,
+    descales: tuple[float, float] = (1, 1),
     splits: tuple[int, int] = (0, 0),
 ) -> bytes:
-    """All that follows the pointers: the same for calls of the same shapes, strides and options; `section` and `tiles` are the plan's."""
+    """All that follows the pointers: the same for calls of the same shapes, strides and options; `section` and `tiles` are the plan's, and
+    `descales` serve where the cache has no arrays of them."""
     return _NUMBERS.pack(
         *a.q.strides[:3],
         *a.k.strides[:3],
@@ -112,7 +117,7 @@ def numbers(
         *_strides(a.seqused_k, 1),
         *_strides(a.cu_seqlens_q, 1),
         *_strides(a.cu_seqlens_k, 1),
-        *((0, 0) if cache is None else (_strides(_pages_of(cache), 2)[0], *_strides(cache.cache_leftpad, 1))),
+        *((0,) * 6 if cache is None else _strides_of_pages(cache)),
         p.softmax_scale,
         p.softcap or 0.0,
         p.batch,
@@ -130,12 +135,40 @@ def numbers(
         *((0, 0) if cache is None else (a.k.shape[1], a.k.shape[0])),
         *splits,
         p.softmax_scale * _LOG2E,
+        *descales,
     )
 
 
-def _pages_of(cache: CacheOperands) -> Any:
-    """The table of pages: entries of a cache that is not paged are the one page of a sequence each."""
-    return cache.cache_batch_idx if cache.page_table is None else cache.page_table
+def _strides_of_pages(cache: CacheOperands) -> tuple[int, ...]:
+    table = cache.cache_batch_idx if cache.page_table is None else cache.page_table  # an entry for a sequence is its one page
+    return (
+        _strides(table, 2)[0],
+        *_strides(cache.cache_leftpad, 1),
+        *_strides(cache.k_descale, 2),
+        *_strides(cache.v_descale, 2),
+    )
+
+
+def cache_pointers(addresses: Sequence[int]) -> bytes:
+    """The addresses of what cache_append.cu reads and writes, as CACHE_POINTER_NAMES has them; 0 for what is not there."""
+    return _POINTERS_OF_CACHE.pack(*addresses)
+
+
+def cache_numbers(p: CacheProblem, q: Any, lengths: Any, c: CacheOperands) -> bytes:
+    """What follows those pointers: the same for every call of the same shapes, strides and options. `lengths` are those before the call."""
+    return _NUMBERS_OF_CACHE.pack(
+        *q.strides[:3],
+        *_strides(c.k_new, 4)[:3],
+        *_strides(c.v_new, 4)[:3],
+        *(_strides(table, 2)[0] for table in (c.rotary_cos, c.rotary_sin)),
+        *_strides(lengths, 1),
+        *_strides(c.cache_leftpad, 1),
+        *_strides(c.rotary_positions, 1),
+        p.seqlen_new,
+        p.rotary_dim,
+        0 if c.rotary_cos is None else c.rotary_cos.shape[0],
+        p.rotary_interleaved,
+    )
 
 
 def backward_pointers(buffers: Mapping[str, Any]) -> bytes:

@@ -12,9 +12,10 @@ import numpy as np
 
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
-from cupyflash.problem import AttentionProblem, BackwardProblem, CacheProblem
+from cupyflash.problem import ITEMSIZE, AttentionProblem, BackwardProblem, CacheProblem
 from cupyflash.variants import (
     BACKWARD,
+    CACHED,
     DECODE,
     FORWARD,
     MAX_HEAD_DIM,
@@ -81,11 +82,18 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     return Plan((_listing(p, lists, args), step), workspaces, _section_of_tokens(p, p.head_dim + p.head_dim_v), lists)
 
 
-@functools.lru_cache(maxsize=4096)
-def decode(p: AttentionProblem, device: DeviceSpec, split_size: int | None = None, num_splits: int | None = None) -> Plan:
+def _decodes(p: AttentionProblem, device: DeviceSpec) -> bool:
+    """Whether `decode` has a row for a problem."""
+    rows = (row for row in DECODE if p.dtype in row.dtypes and device.capability >= row.capability)
+    return not (p.bias or p.mask) and max(p.head_dim, p.head_dim_v) <= max((row.head_dim for row in rows), default=0)
+
+
+def decode(
+    p: AttentionProblem, device: DeviceSpec, split_size: int | None = None, num_splits: int | None = None, flags: tuple[str, ...] = ()
+) -> Plan:
     """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys."""
     variant, row = _choose(p, device, DECODE)
-    c = variant.config
+    variant, c = variant._replace(flags=tuple(sorted((*variant.flags, *flags)))), variant.config
     assert isinstance(c, DecodeConfig)
     args = tuple(name for name, used in _buffers(p).items() if used)
     blocks, unit = device.num_sms * c.blocks, c.warps * c.block_n
@@ -151,26 +159,55 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     return Plan(steps, kept, section, tiles, variant.head_dim)
 
 
-# The latent attention of DeepSeek-V3 (arXiv 2412.19437) with its projections absorbed: 512 latent columns, which are the values too, and 64
-# rotated ones.
-_CACHE_HEAD_DIMS = 576, 512
-
-
 @functools.lru_cache(maxsize=4096)
 def cached(problem: CacheProblem, device: DeviceSpec) -> Plan:
-    """The plan of one call over a cache; UnsupportedError on a GPU, which has no kernel for it yet."""
+    """The plan of one call over a cache; UnsupportedError where no variant serves it. On a GPU the last row of CACHED serves whatever the
+    host path does; where tokens are appended, rotated or counted, a kernel before it does that."""
     p = problem.attention
-    for name, dim, most in zip(("head_dim", "head_dim_v"), (p.head_dim, p.head_dim_v), _CACHE_HEAD_DIMS, strict=True):
+    for name, dim, most in zip(("head_dim", "head_dim_v"), (p.head_dim, p.head_dim_v), CACHED[-1].head_dims, strict=True):
         if dim > most:
             raise UnsupportedError(f"no kernel for {name} {dim} over a cache: {most} is the largest")
-    if device.arch != "host":
-        raise UnsupportedError(
-            "caches in GPU memory are not served yet: no kernel reads them",
-            ("the same call takes NumPy arrays and torch's on the CPU; `attention_varlen` serves keys that are not in pages",),
-        )
-    variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
-    args = tuple(name for name, used in _buffers(p).items() if used)
-    return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
+    if device.arch == "host":
+        variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
+        args = tuple(name for name, used in _buffers(p).items() if used)
+        return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
+    steps, workspaces = _appending(problem)
+    if 0 not in (p.num_heads_q, p.seqlen_q) and (p.batch or p.packed):
+        p = p._replace(seqused_k=True)  # lengths are always given
+        if problem.cache_dtype == p.dtype and _decodes(p, device):
+            schedule = decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem))
+            kept = (*((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes), *schedule.workspaces)
+            return schedule._replace(steps=(*steps, *schedule.steps), workspaces=kept)
+        variant, row = _choose(p, device, CACHED)
+        variant = variant._replace(flags=tuple(sorted((*variant.flags, *_cache_flags(problem)))))
+        args = tuple(name for name, used in _buffers(p).items() if used)
+        steps += (Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, row.why),)
+    return Plan(steps, tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes))
+
+
+def _appending(problem: CacheProblem) -> tuple[tuple[Step, ...], dict[str, int]]:
+    """The kernel before the attention over a cache, and its workspaces, where there is anything to do for it."""
+    p = problem.attention
+    if not p.batch or not (problem.seqlen_new or problem.rotary_dim or problem.cu_seqlens_k):
+        return (), {}
+    batches = 1 if p.packed else p.batch
+    flags = (*_cache_flags(problem), *(("packed",) if p.packed else ()))
+    if problem.rotary not in (None, p.dtype):
+        flags += ("rotaryf32",)
+    variant = Variant("cache_append", p.dtype, 0, 0, tuple(sorted(flags)), _BY_WARPS)
+    queries = batches * p.seqlen_q * p.num_heads_q if problem.rotary_dim else 0
+    rows = _grid(variant, queries + 2 * batches * problem.seqlen_new * p.num_heads_kv)
+    blocks = _blocks_of(variant, rows + _ceil_div(p.batch, 32))
+    return (Step(variant, (blocks, 1, 1), variant.threads, 0, (), "new tokens, rotation and lengths"),), {
+        "rotated_q": queries * p.head_dim * ITEMSIZE[p.dtype],
+        "used_k": 4 * p.batch,
+        "first_k": 4 * p.batch if problem.leftpad else 0,
+    }
+
+
+def _cache_flags(problem: CacheProblem) -> tuple[str, ...]:
+    own = problem.cache_dtype == problem.attention.dtype
+    return ("paged",) if own else (f"cached{problem.cache_dtype}", "paged")
 
 
 # Below so many rows a packed sequence, dq has a kernel of its own: its sums begin anew every 64 rows of each.

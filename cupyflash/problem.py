@@ -139,6 +139,11 @@ class CacheProblem(NamedTuple):
     seqlen_new: int = 0  # tokens that are appended to each sequence; packed: to all
     rotary_dim: int = 0  # how many of the head_dim are rotated
     rotary_interleaved: bool = False
+    rotary: str | None = None  # dtype of the tables
+    leftpad: bool = False
+    cu_seqlens_k: bool = False  # lengths are given as offsets
+    k_descale: float = 1.0  # of all heads, where no array says it
+    v_descale: float = 1.0
     num_splits: int | None = None
     split_size: int | None = None
 
@@ -146,7 +151,8 @@ class CacheProblem(NamedTuple):
 class CacheOperands(NamedTuple):
     """What a call with a cache has beside its Operands, of which k and v are the cache (pages, page_size, Hkv, D), one page a sequence if
     it is not paged: k_new and v_new (B, Sn, Hkv, D), packed (1, Tq, Hkv, D); page_table (B, max_pages); cache_seqlens, cache_batch_idx,
-    cache_leftpad and rotary_positions (B,); rotary_cos and rotary_sin (positions, rotary_dim / 2); k_descale and v_descale (B, Hkv)."""
+    cache_leftpad and rotary_positions (B,); rotary_cos and rotary_sin (positions, rotary_dim / 2); k_descale and v_descale (B, Hkv).
+    `cached` is given the latter as numbers, too, and puts these into the problem."""
 
     cache_seqlens: Any = None
     k_new: Any = None
@@ -221,10 +227,15 @@ def varlen(
         longest_k=_length_hint("max_seqlen_k", max_seqlen_k, problem.seqlen_k),
     )
     operands = operands._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if sequences == 0:  # there is none to have slopes or lengths, and nothing may be read of arrays that may be empty
-        problem = problem._replace(alibi=False, seqused_q=False, seqused_k=False)
-        operands = operands._replace(alibi_slopes=None, seqused_q=None, seqused_k=None)
-    return problem, operands
+    return _of_no_sequence(problem, operands) if sequences == 0 else (problem, operands)
+
+
+def _of_no_sequence(problem: AttentionProblem, operands: Operands) -> tuple[AttentionProblem, Operands]:
+    """Of packed tokens: there is no sequence to have slopes or lengths, and nothing may be read of arrays that may be empty."""
+    return (
+        problem._replace(alibi=False, seqused_q=False, seqused_k=False),
+        operands._replace(alibi_slopes=None, seqused_q=None, seqused_k=None),
+    )
 
 
 def _state(
@@ -332,6 +343,8 @@ def cached(
     table = more.page_table
     if table is not None and (len(table.shape) != 2 or table.shape[0] != batch):
         raise ShapeError(f"page_table has shape {table.shape}: it must be (B, max_pages) = ({batch}, max_pages)")
+    for name in ("page_table", "rotary_cos", "rotary_sin"):
+        _check_last_axis(name, getattr(more, name))
     if table is not None and more.cache_batch_idx is not None:
         raise ArgumentError("cache_batch_idx= and page_table= were given: the rows of a page_table say whose pages are whose already")
     if table is None and more.cache_batch_idx is None and num_pages != batch:
@@ -355,15 +368,17 @@ def cached(
     elif max_seqlen_q is not None:
         raise ArgumentError("max_seqlen_q= was given without cu_seqlens_q=: the shape of q says it")
     operands = operands._replace(k=k, v=v, cu_seqlens_q=arrays.cu_seqlens_q, cu_seqlens_k=arrays.cu_seqlens_k)
+    if packed and batch == 0:
+        problem, operands = _of_no_sequence(problem, operands)
     k_new, v_new = _new_tokens(more, problem, num_heads_kv)
+    descales = {name: getattr(more, name) for name in ("k_descale", "v_descale")}
+    descale_of_all = {name: _float32(name, x) for name, x in descales.items() if isinstance(x, numbers.Real)}
+    shapes = (), (num_heads_kv,), (batch, num_heads_kv)
     more = more._replace(
         k_new=k_new,
         v_new=v_new,
         **{n: _vector(n, getattr(more, n), (batch,), names="(B,)") for n in _LENGTHS},
-        **{
-            n: _vector(n, getattr(more, n), (), (num_heads_kv,), (batch, num_heads_kv), names="(), (Hkv,) or (B, Hkv)")
-            for n in ("k_descale", "v_descale")
-        },
+        **{n: None if n in descale_of_all else _vector(n, x, *shapes, names="(), (Hkv,) or (B, Hkv)") for n, x in descales.items()},
     )
     if num_splits is not None and split_size is not None:
         raise ArgumentError("num_splits= and split_size= were given: both say where keys are split, so give one")
@@ -374,6 +389,10 @@ def cached(
         seqlen_new=0 if k_new is None else k_new.shape[1],
         rotary_dim=_rotary_dim(more, head_dim),
         rotary_interleaved=_flag("rotary_interleaved", rotary_interleaved),
+        rotary=None if more.rotary_cos is None else more.rotary_cos.dtype,
+        leftpad=more.cache_leftpad is not None,
+        cu_seqlens_k=arrays.cu_seqlens_k is not None,
+        **descale_of_all,
         num_splits=_count("num_splits", num_splits),
         split_size=_count("split_size", split_size),
     )
@@ -397,7 +416,7 @@ def _check_cache_dtypes(k_name: str, v_name: str, arrays: Operands, more: CacheO
     allowed |= dict.fromkeys(("rotary_cos", "rotary_sin"), (q, "float32"))
     for name, dtypes in allowed.items():
         view = getattr(more, name)
-        if view is not None and view.dtype not in dtypes:
+        if view is not None and not isinstance(view, numbers.Real) and view.dtype not in dtypes:
             raise DtypeError(f"{name} is {view.dtype}: it must be {' or '.join(dict.fromkeys(dtypes))}")
 
 
@@ -567,16 +586,21 @@ def to_bshd(view: V, name: str, layout: str, q: Shaped, *, dense_last: bool = Tr
         raise ShapeError(f"{name} has shape {view.shape}: it must have 4 axes in the order {layout!r}, or 3 for a single batch")
     if ndim != len(q.shape):
         raise ShapeError(f"{name} has {ndim} axes and q has {len(q.shape)}: both must have 4, or both 3 for a single batch")
-    if dense_last and view.strides[-1] != 1 and view.shape[-1] > 1 and 0 not in view.shape:
-        raise ShapeError(
-            f"{name} has stride {view.strides[-1]} on its last axis: it must be 1, and cupyflash never copies an input by itself; "
-            f"pass {name}.copy() ({name}.contiguous() in torch)"
-        )
+    if dense_last:
+        _check_last_axis(name, view)
     if ndim == 3:
         axes = _AXES_3D[layout]
         return view._replace(shape=(1, *(view.shape[a] for a in axes)), strides=(0, *(view.strides[a] for a in axes)))
     axes4 = _AXES[layout]
     return view._replace(shape=tuple(view.shape[a] for a in axes4), strides=tuple(view.strides[a] for a in axes4))
+
+
+def _check_last_axis(name: str, view: Shaped | None) -> None:
+    if view is not None and view.shape and view.strides[-1] != 1 and view.shape[-1] > 1 and 0 not in view.shape:
+        raise ShapeError(
+            f"{name} has stride {view.strides[-1]} on its last axis: it must be 1, and cupyflash never copies an input by itself; "
+            f"pass {name}.copy() ({name}.contiguous() in torch)"
+        )
 
 
 def _sequences(name: str, offsets: Shaped) -> int:
@@ -707,6 +731,13 @@ def _real(name: str, x: Any) -> float:
     value = float(x)
     if not math.isfinite(value):
         raise ShapeError(f"{name}={value} must be finite")
+    return value
+
+
+def _float32(name: str, x: Any) -> float:
+    value = _real(name, x)
+    if abs(value) >= 2.0**128:
+        raise ShapeError(f"{name}={value} must be finite in float32")
     return value
 
 

@@ -341,6 +341,16 @@ FORWARD = (
     Row("fwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )
 
+# Over caches. Heads of 576, values of 512: the latent attention of DeepSeek-V3 (arXiv 2412.19437) with its projections absorbed, 512 latent
+# columns, which are the values too, and 64 rotated ones.
+CACHED = (
+    Row(
+        *("fwd_simple", _ANY, 576, 0, True, SimpleConfig(4)),
+        "one warp a row needs no tile to fit: for every dtype, cache and GPU; float64 spills 16 bytes at 576",
+        narrow_v=512,
+    ),
+)
+
 
 # Few query rows over many keys. TODO: measured on no GPU yet.
 DECODE = (

@@ -25,8 +25,10 @@ struct ForwardParams {
   void* row_tiles;  // TileList: blocks of tile_rows rows of the sequences of a packed call; null where nobody asks
   void* key_tiles;  // of tile_keys keys
   // Paged: K and V are pages (num_pages, page_size, Hkv, D), and a sequence has seqlen_k slots at most.
-  const int* page_table;  // (B, pages of a sequence): page j / page_size has slot j; null: the one page of a sequence is its own number
-  const int* first_k;     // (B): slots before are nobody's; null: none is
+  const int* page_table;   // (B, pages of a sequence): page j / page_size has slot j; null: the one page of a sequence is its own number
+  const int* first_k;      // (B): slots before are nobody's; null: none is
+  const float* k_descale;  // (B, Hkv): what the numbers of a quantised cache are multiplied by; null: k_descale_of_all
+  const float* v_descale;
   // Workspaces of decode.cu: parts of 16 rows, their O (parts, 16, kHeadDimV) divided by its sum, and their LSE (parts, 16) in log2 units.
   float* part_out;
   float* part_lse;
@@ -41,6 +43,7 @@ struct ForwardParams {
   long long alibi_stride_batch, alibi_stride_head;
   long long sink_stride, seqused_q_stride, seqused_k_stride, cu_seqlens_q_stride, cu_seqlens_k_stride;
   long long page_table_stride, first_k_stride;  // of sequences
+  long long k_descale_stride_batch, k_descale_stride_head, v_descale_stride_batch, v_descale_stride_head;
 
   double softmax_scale;
   double softcap;  // 0: none
@@ -55,6 +58,37 @@ struct ForwardParams {
   int split;  // decode.cu: units of a split, or minus the number of splits of a sequence; 0: blocks get equal shares
   int parts;  // that there is room for
   float softmax_scale_log2;
+  float k_descale_of_all, v_descale_of_all;
+};
+
+// What cache_append.cu takes. `forward` is the argument of the attention after it, whose q, seqused_k and first_k may be workspaces that
+// are filled here; its cu_seqlens_k counts the keys of pages, where it is not null.
+struct CacheParams {
+  ForwardParams forward;
+
+  const void* q;           // (B, Sq, Hq, D) as given, packed (1, Tq, Hq, D); read where it is turned
+  const void* k_new;       // (B, Sn, Hkv, D), packed (1, Tq, Hkv, D)
+  const void* v_new;       // (B, Sn, Hkv, Dv)
+  const void* rotary_cos;  // (rotary_length, rotary_dim / 2), last axis dense
+  const void* rotary_sin;
+  const int* cache_seqlens;     // (B): slots in use before the call; null: all of them, or what cu_seqlens_k says
+  const int* cache_leftpad;     // (B)
+  const int* rotary_positions;  // (B): of the first query; null: its slot on the diagonal
+  // What is written.
+  void* k_cache;  // forward.k and forward.v
+  void* v_cache;
+  void* rotated_q;  // (B, Sq, Hq, D), compact
+  int* used_k;      // (B): slots in use after the call
+  int* first_k;     // (B), at most the slots in use before; null without cache_leftpad
+
+  long long q_stride_batch, q_stride_seq, q_stride_head;
+  long long k_new_stride_batch, k_new_stride_seq, k_new_stride_head;
+  long long v_new_stride_batch, v_new_stride_seq, v_new_stride_head;
+  long long rotary_cos_stride, rotary_sin_stride;
+  long long cache_seqlens_stride, cache_leftpad_stride, rotary_positions_stride;
+
+  int seqlen_new;  // Sn; packed Tq, or 0 where nothing is appended
+  int rotary_dim, rotary_length, rotary_interleaved;
 };
 
 // What the kernels of one backward call share. out and lse of `forward` are inputs here; a gradient that is not asked for is null.

@@ -36,18 +36,19 @@ __device__ inline double log_of(double x) { return log(x); }
 template <class C>
 __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
   using Element = typename C::Element;
+  using Cached = typename C::Cached;  // of K and V
   using Acc = typename AccumulatorOf<Element>::Type;
   constexpr int kPerLane = (C::kHeadDim + 31) / 32;    // elements of q and k that a lane holds: d = lane + 32 n
   constexpr int kPerLaneV = (C::kHeadDimV + 31) / 32;  // the same of v and o
   const int lane = threadIdx.x % 32;
-  const int group = p.num_heads_q / p.num_heads_kv;
+  const int h_kv = h / (p.num_heads_q / p.num_heads_kv);
   const SequenceOf<C> s = sequence_of<C>(p, b);
   const ScoreContext<C> context = score_context<C>(p, b, h);
 
   const long long row = rows_before<C>(s) + i;
   const Element* gQ = static_cast<const Element*>(p.q) + b * p.q_stride_batch + row * p.q_stride_seq + h * p.q_stride_head;
-  const Element* gK = static_cast<const Element*>(p.k) + h / group * p.k_stride_head;
-  const Element* gV = static_cast<const Element*>(p.v) + h / group * p.v_stride_head;
+  const Cached* gK = static_cast<const Cached*>(p.k) + h_kv * p.k_stride_head;
+  const Cached* gV = static_cast<const Cached*>(p.v) + h_kv * p.v_stride_head;
 
   Acc rQ[kPerLane];
   for (int n = 0; n < kPerLane; ++n) rQ[n] = lane + 32 * n < p.head_dim ? widen(gQ[lane + 32 * n]) : Acc(0);
@@ -55,19 +56,30 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
   Acc row_max = -infinity(Acc());
   Acc row_sum = 0;
   const bool used = i < s.used_q;
+  Acc v_descale = 1;
+  if constexpr (!kSame<Cached, Element>) {  // the scales of a head are those of its products: q takes K's, and the result V's
+    if (used) {
+      const Acc k_descale = descale_of(p.k_descale, p.k_descale_of_all, b * p.k_descale_stride_batch + h_kv * p.k_descale_stride_head);
+      for (int n = 0; n < kPerLane; ++n) rQ[n] *= k_descale;
+      v_descale = descale_of(p.v_descale, p.v_descale_of_all, b * p.v_descale_stride_batch + h_kv * p.v_descale_stride_head);
+    }
+  }
   if constexpr (C::kSink) {  // one more key, of value zero: the state after having seen it alone
     row_max = static_cast<Acc>(widen(static_cast<const typename C::Sink*>(p.sink)[h * p.sink_stride]));
     row_sum = row_max > -infinity(Acc()) ? 1 : 0;
   }
 
   KeyRange keys = visible_keys<C>(p, s, i, i + 1);
-  keys.first = max(keys.first, first_slot<C>(p, b));
-  if (!used) keys.last = keys.first;
+  if (used) {
+    keys.first = max(keys.first, first_slot<C>(p, b));
+  } else {
+    keys.last = keys.first;
+  }
   for (int first = keys.first; first < keys.last; first += 32) {
     const int count = min(32, keys.last - first);
     Acc score = -infinity(Acc());  // of key first + lane
     for (int n = 0; n < count; ++n) {
-      const Element* gK_j = gK + key_offset<C>(p, s, b, first + n, p.k_stride_batch, p.k_stride_seq);
+      const Cached* gK_j = gK + key_offset<C>(p, s, b, first + n, p.k_stride_batch, p.k_stride_seq);
       Acc dot = 0;
       for (int m = 0; m < kPerLane; ++m) {
         if (lane + 32 * m < p.head_dim) dot += rQ[m] * widen(gK_j[lane + 32 * m]);
@@ -90,7 +102,7 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
     for (int n = 0; n < count; ++n) {
       const Acc rP = __shfl_sync(kWarp, weight, n);
       if (!(seen >> n & 1)) continue;  // 0 x NaN would be NaN
-      const Element* gV_j = gV + key_offset<C>(p, s, b, first + n, p.v_stride_batch, p.v_stride_seq);
+      const Cached* gV_j = gV + key_offset<C>(p, s, b, first + n, p.v_stride_batch, p.v_stride_seq);
       for (int m = 0; m < kPerLaneV; ++m) {
         if (lane + 32 * m < p.head_dim_v) rO[m] += rP * widen(gV_j[lane + 32 * m]);
       }
@@ -99,7 +111,7 @@ __device__ void attend_row(const ForwardParams& p, int b, int h, int i) {
 
   using Out = typename C::Out;
   Out* gO = static_cast<Out*>(p.out) + b * p.out_stride_batch + row * p.out_stride_seq + h * p.out_stride_head;
-  const Acc scale = !used ? Acc(0) : row_sum == Acc(0) ? Acc(1) : Acc(1) / row_sum;
+  const Acc scale = !used ? Acc(0) : row_sum == Acc(0) ? Acc(1) : v_descale / row_sum;
   for (int m = 0; m < kPerLaneV; ++m) {
     if (lane + 32 * m < p.head_dim_v) narrow(used ? rO[m] * scale : Acc(0), gO[lane + 32 * m]);
   }

@@ -1,6 +1,6 @@
 // seqlen.cuh: the lengths of one sequence, where its rows begin in packed arrays, and which keys a query row may see.
 //
-// The diagonal of causal, windows and ALiBi is j = i + offset, with offset = used_k - used_q, or 0 for the top-left corner.
+// The diagonal of causal, windows and ALiBi is j = i + offset, with offset = used_k - used_q, or for the top-left corner the first key, 0.
 #pragma once
 
 #include "params.cuh"
@@ -17,11 +17,21 @@ struct PackedSequence : Sequence {
 template <class C>
 using SequenceOf = typename Choice<C::kPacked, PackedSequence, Sequence>::Type;
 
+// The first slot of a sequence that is its own.
+template <class C>
+__device__ inline int first_slot(const ForwardParams& p, int b) {
+  if constexpr (C::kPaged) {
+    if (p.first_k) return clamp(p.first_k[b * p.first_k_stride], 0, p.seqlen_k);
+  }
+  return 0;
+}
+
 // Packed, numbers -1 and B are what lies before the first sequence and behind the last: rows and keys that nobody uses, and whose results
 // are zeros.
 template <class C>
 __device__ inline SequenceOf<C> sequence_of(const ForwardParams& p, int b) {
   SequenceOf<C> s;
+  bool is_sequence = true;
   if constexpr (C::kPacked) {
     auto begin = [&](const int* offsets, long long stride, int n, int total) {
       return n < 0 ? 0 : n > p.batch ? total : clamp(offsets[n * stride], 0, total);
@@ -30,7 +40,7 @@ __device__ inline SequenceOf<C> sequence_of(const ForwardParams& p, int b) {
     s.first_k = C::kPaged ? 0 : begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b, p.seqlen_k);
     s.len_q = max(begin(p.cu_seqlens_q, p.cu_seqlens_q_stride, b + 1, p.seqlen_q) - s.first_q, 0);
     s.len_k = C::kPaged ? p.seqlen_k : max(begin(p.cu_seqlens_k, p.cu_seqlens_k_stride, b + 1, p.seqlen_k) - s.first_k, 0);
-    const bool is_sequence = b >= 0 && b < p.batch;
+    is_sequence = b >= 0 && b < p.batch;
     s.used_q = is_sequence ? s.len_q : 0;
     s.used_k = is_sequence ? s.len_k : 0;
     if (C::kUsed && is_sequence) {
@@ -45,7 +55,7 @@ __device__ inline SequenceOf<C> sequence_of(const ForwardParams& p, int b) {
       if (p.seqused_k) s.used_k = clamp(p.seqused_k[b * p.seqused_k_stride], 0, p.seqlen_k);
     }
   }
-  s.offset = p.top_left ? 0 : s.used_k - s.used_q;
+  s.offset = !p.top_left ? s.used_k - s.used_q : is_sequence ? first_slot<C>(p, b) : 0;
   return s;
 }
 
@@ -76,25 +86,23 @@ __device__ inline long long first_in_vector(const ForwardParams& p, const Sequen
   return ((C::kPacked ? 0ll : static_cast<long long>(b)) * p.num_heads_q + h) * p.seqlen_q + rows_before<C>(s);
 }
 
+// The page of slot j of a sequence, as the table has it: there may be none of that number.
+__device__ inline int page_of(const ForwardParams& p, int b, int j) {
+  return p.page_table ? p.page_table[b * p.page_table_stride + j / p.page_size] : b;
+}
 // Where the row of a key begins in K or V, of page or batch and sequence strides; entries of the table that are no page are those next to
 // it.
 template <class C>
 __device__ inline long long key_offset(const ForwardParams& p, const SequenceOf<C>& s, int b, int j, long long stride_batch,
                                        long long stride_seq) {
   if constexpr (C::kPaged) {
-    const int page = p.page_table ? clamp(p.page_table[b * p.page_table_stride + j / p.page_size], 0, p.num_pages - 1) : b;
+    const int page = clamp(page_of(p, b, j), 0, p.num_pages - 1);
     return page * stride_batch + j % p.page_size * stride_seq;
   }
   return b * stride_batch + (keys_before<C>(s) + j) * stride_seq;
 }
-// The first slot of a sequence that is its own.
-template <class C>
-__device__ inline int first_slot(const ForwardParams& p, int b) {
-  if constexpr (C::kPaged) {
-    if (p.first_k) return max(p.first_k[b * p.first_k_stride], 0);
-  }
-  return 0;
-}
+// What the numbers of a head of a quantised cache are multiplied by.
+__device__ inline float descale_of(const float* of_heads, float of_all, long long offset) { return of_heads ? of_heads[offset] : of_all; }
 
 // The sequence that a row or key of a packed array belongs to, from -1 to B: the last that begins there or before.
 __device__ inline int sequence_at(const int* offsets, long long stride, int batch, int row) {

@@ -15,8 +15,8 @@ import pytest
 
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
-from cupyflash.problem import AttentionProblem, BackwardProblem
-from cupyflash.variants import BACKWARD, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Variant
+from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem
+from cupyflash.variants import BACKWARD, CACHED, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -31,6 +31,7 @@ SPILLS = {
     (64, "m128n128s2k2", False): 64,
     (256, "m64n64s2", False): 8,
     (128, "m64n128s2", False): 44,
+    (576, "w4", True): 16,
 }
 # Of packed sequences more has to be known. On Hopper it is the copying thread that spills, which has 24 or 32 registers, and a key that is
 # computed again; in the loops of the products only bwd_sm90_wide and the 128 x 128 tile that has K and V twice do, five loads.
@@ -129,10 +130,28 @@ def around() -> Iterator[Case]:
                         yield Case(step.variant, "90a")
 
 
+def over_caches() -> Iterator[Case]:
+    """The last row for caches, which serves everything, and what runs before it: of all dtypes for one architecture, of one for each."""
+    options = {"alibi": True, "mask": True, "sink": "float32", "softcap": 2.0, "window_left": 9, "write_lse": True}
+    packed = options | {"packed": True, "mask": False, "seqused_q": True}
+    row = CACHED[-1]
+    for dtype in row.dtypes:
+        for cache_dtype in (dtype, *QUANTISED):
+            for given, rotary in (({}, dtype), (options, "float32"), (packed, "float32")):
+                p = AttentionProblem(dtype, dtype, 1, 9, 999, 1, 1, *row.head_dims, 0.125, **given)  # type: ignore[arg-type]
+                for arch in KNOWN if dtype == "bfloat16" else ("90a",):
+                    for step in plan.cached(CacheProblem(p, cache_dtype, 16, 9, 64, rotary=rotary), KNOWN[arch]).steps:
+                        yield Case(step.variant, arch)
+
+
 CASES = [
     pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}")
-    for row in (*FORWARD, *BACKWARD)
-    for case in (*cases(row), *(dict.fromkeys(around()) if row is BACKWARD[-1] else ()))
+    for row, found in (
+        *((row, cases(row)) for row in (*FORWARD, *BACKWARD)),
+        (BACKWARD[-1], dict.fromkeys(around())),
+        (CACHED[-1], dict.fromkeys(over_caches())),
+    )
+    for case in found
 ]
 
 
@@ -172,7 +191,7 @@ def test_compiles_without_spills(
 
 def test_spills_are_explained_by_their_rows() -> None:
     for key in SPILLS:
-        (row,) = (r for r in (*FORWARD, *BACKWARD) if key_of(r) == key)
+        (row,) = (r for r in (*FORWARD, *BACKWARD, *CACHED) if key_of(r) == key)
         assert "spill" in row.why
     for key, num_bytes in SPILLS_ON_BLACKWELL.items():
         assert any(key_of(r) == key and f"up to {num_bytes} bytes" in r.why for r in BACKWARD)

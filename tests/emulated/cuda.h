@@ -311,4 +311,6 @@ inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
 inline float __int_as_float(int x) { return bits_of<float>(x); }
 inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
 inline double __longlong_as_double(long long x) { return bits_of<double>(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }  // compiled without contraction, as all here
+inline double __dmul_rn(double x, double y) { return x * y; }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }

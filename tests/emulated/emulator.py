@@ -1,8 +1,8 @@
 """The CUDA kernels on the CPU: the same source, compiled by g++ with stand-ins for what a GPU has (cuda.h) and for PTX (ptx.h).
 
-`emulated()` makes `cupyflash.attention` and `attention_backward` compute NumPy arrays so: checked, planned and packed as for a GPU, and
-then run by a loop over threads. It shows on any machine whether kernels read and write the right places, and wait for the right things;
-it knows nothing of speed, nor of memory fences (ptx.h).
+`emulated()` makes `cupyflash.attention`, its backward and the calls over caches compute NumPy arrays so: checked, planned and packed as for
+a GPU, and then run by a loop over threads. It shows on any machine whether kernels read and write the right places, and wait for the right
+things; it knows nothing of speed, nor of memory fences (ptx.h).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from cupyflash import api, arrays, backward, jit, launch, plan, problem, tensormap, variants
+from cupyflash import api, arrays, backward, cache, jit, launch, plan, problem, tensormap, variants
 from cupyflash.device import KNOWN
 
 HERE = Path(__file__).parent
@@ -194,7 +194,7 @@ def emulated(*rows: variants.Row, arch: str = "90a", num_sms: int = 3, table: st
     spec = dataclasses.replace(KNOWN[arch], num_sms=num_sms)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (api, backward):
+        for module in (api, backward, cache):
             patch.setattr(module, "HOST", None)  # no array lies there
             patch.setattr(module, "query", lambda device_id: spec)
         patch.setattr(launch, "check_process", lambda: None)
@@ -218,6 +218,6 @@ def emulated(*rows: variants.Row, arch: str = "90a", num_sms: int = 3, table: st
 
 
 def _forget() -> None:
-    for cached in (*vars(api).values(), *vars(backward).values(), *vars(plan).values()):
+    for cached in itertools.chain.from_iterable(vars(module).values() for module in (api, backward, cache, plan)):
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import types
@@ -19,13 +20,14 @@ import pytest
 from judge import judge, standard_attention
 
 import cupyflash
-from cupyflash import api, arrays, backward, device, jit, plan, reference, variants
+from cupyflash import api, arrays, backward, cache, device, jit, plan, reference, variants
 from cupyflash.problem import ITEMSIZE
 
 LIBRARIES = ("cupy", "torch")
 TORCH = "PyTorch is not installed; pip install torch"
 host_attention, host_varlen = cupyflash.attention, cupyflash.attention_varlen
 host_backward, host_vjp = cupyflash.attention_backward, cupyflash.attention_vjp
+host_kvcache = cupyflash.attention_with_kvcache
 
 
 class Move:
@@ -52,9 +54,9 @@ class Move:
         if self.library == "torch":
             import torch
 
-            bits = {ml_dtypes.bfloat16: np.int16}.get(x.dtype.type)
+            bits = {ml_dtypes.bfloat16: np.int16, ml_dtypes.float8_e4m3fn: np.uint8}.get(x.dtype.type)
             array = torch.from_dlpack(array.view(bits) if bits else array)
-            array = array.view(torch.bfloat16) if bits else array
+            array = array.view(getattr(torch, x.dtype.name)) if bits else array
         return array, memory
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -81,10 +83,19 @@ class Move:
     def attention_varlen(self, *arrays: Any, **options: Any) -> Any:
         return self.computed(host_varlen, arrays, **options)
 
-    def computed(self, function: Callable[..., Any], arrays: tuple[Any, ...], *, out: Any = None, **options: Any) -> Any:
-        there = [self.there(x)[0] if isinstance(x, np.ndarray) else x for x in arrays]
+    def attention_with_kvcache(self, *arrays: Any, **options: Any) -> Any:
+        """The caches are moved there and back, as they may have been written."""
+        return self.computed(host_kvcache, arrays, written=slice(1, 3), **options)
+
+    def computed(
+        self, function: Callable[..., Any], arrays: tuple[Any, ...], *, written: slice = slice(0), out: Any = None, **options: Any
+    ) -> Any:
+        moved: dict[int, Any] = {}
+        there = [self.there(x, moved) if isinstance(x, np.ndarray) else (x, None) for x in arrays]
         target, memory = self.there(out) if isinstance(out, np.ndarray) else (out, None)
-        result = function(*there, out=target, **self.options(options))
+        result = function(*(array for array, _ in there), out=target, **self.options(options))
+        for x, (_, buffer) in zip(arrays[written], there[written], strict=True):
+            self.copy_back(x, buffer)
         parts = result if isinstance(result, tuple) else (result,)
         if memory is not None:
             assert parts[0] is target
@@ -97,7 +108,8 @@ class Move:
         base = x
         while isinstance(base.base, np.ndarray):
             base = base.base
-        base.ravel(order="K").view(np.uint8)[...] = cupy.asnumpy(memory)[: base.nbytes]
+        if base.size:
+            base.ravel(order="K").view(np.uint8)[...] = cupy.asnumpy(memory)[: base.nbytes]
 
     def gradients(self, grads: Any, targets: dict[str, Any]) -> Any:
         """Gradients on the GPU as NumPy's; `targets` are the host arrays, with array and buffer there, of those that were given."""
@@ -147,7 +159,7 @@ def row_name(row: variants.Row) -> str:
 
 def forget() -> None:
     """Empty the caches of the modules that plan, so that each call is planned anew."""
-    for cached in (*vars(api).values(), *vars(backward).values(), *vars(plan).values()):
+    for cached in itertools.chain.from_iterable(vars(module).values() for module in (api, backward, cache, plan)):
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
 

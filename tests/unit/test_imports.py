@@ -27,7 +27,7 @@ ALLOWED = {
     "arrays": set(),
     # api: a vjp begins with a forward call; the rest as api
     "backward": {"api", "arrays", "problem", "plan", "launch", "host_backward", "device", "keywords", "params"},
-    "cache": {"arrays", "problem", "plan", "host_cache", "device", "keywords"},
+    "cache": {"arrays", "problem", "plan", "launch", "host_cache", "device", "keywords", "params"},  # as api
     "device": {"environment"},  # how to get CuPy and NVRTC
     "environment": set(),
     "explain": {"plan"},

@@ -27,7 +27,7 @@ import pytest
 import cupyflash
 from cupyflash import CompileError, DeviceError, SetupError, StateError, UnsupportedError, api, device, environment, jit
 from cupyflash.device import KNOWN
-from cupyflash.variants import BACKWARD, FORWARD, SimpleConfig, Variant
+from cupyflash.variants import BACKWARD, CACHED, FORWARD, SimpleConfig, Variant
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -86,8 +86,8 @@ def warm(code: str = WARM, cwd: Path | str = "/", **variables: str | None) -> tu
 
 
 def every_variant() -> Iterator[Variant]:
-    for row, dtype in itertools.chain.from_iterable(itertools.product([row], row.dtypes) for row in (*FORWARD, *BACKWARD)):
-        for flags in ((), ("causal", "lse"), ("alibi", "bias", "mask", "sink", "used")):
+    for row, dtype in itertools.chain.from_iterable(itertools.product([row], row.dtypes) for row in (*FORWARD, *CACHED, *BACKWARD)):
+        for flags in ((), ("causal", "lse"), ("alibi", "bias", "mask", "sink", "used"), ("cachedint8", "paged")):
             yield Variant(row.family, dtype, *row.head_dims, flags, row.config)
 
 

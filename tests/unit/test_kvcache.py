@@ -127,7 +127,7 @@ def build(case, rng):
     call |= case["splits"]
     if case["kv_layout"] == "hnd":
         call["kv_layout"] = "hnd"
-    if case["plan"] and B:
+    if case["plan"] and B:  # of the host; where a test is run on a GPU, `cupyflash.plan_decode` is one that plans for that
         made = {"batch": B, "num_heads_q": Hq, "num_heads_kv": Hkv, "head_dim": D, "max_seqlen_k": ROOM, "page_size": size}
         call["plan"] = cupyflash.plan_decode(**made, dtype=dtype, device="host")
 
@@ -216,6 +216,12 @@ def turned(given, x, first):
     return rotated(x, c["rotary_cos"], c["rotary_sin"], np.arange(first, first + len(x)), c["rotary_interleaved"])
 
 
+def attended(rows, dtype):
+    """Turned queries as the attention takes them. The host path turns a tile at a time, and rounds nothing in between; a GPU leaves them in
+    a workspace of q's dtype, and its tests put that in the place of this function."""
+    return rows
+
+
 def gather(given, view, s, first, last):
     """Slots first to last of a sequence as the cache holds them, (slots, Hkv, dim)."""
     page = view.swapaxes(1, 2) if given.call.get("kv_layout") == "hnd" else view
@@ -267,7 +273,7 @@ def test_pair(case, rng):
             gather(given, view, s, s.begin, s.used).astype(np.float64) * s.descale[name][:, None]
             for name, view in (("k_descale", k_cache), ("v_descale", v_cache))
         )
-        rows = turned(given, q[s.where], s.position)
+        rows = attended(turned(given, q[s.where], s.position), dtype)
         expected[s.where], one_lse = reference.attention(rows, k, v, return_lse=True, **s.options)
         standard[s.where], plain_lse = standard_attention(rows, k, v, dtype=dtype, **s.options)
         where = (slice(None), s.where) if given.packed else s.where

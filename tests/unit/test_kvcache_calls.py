@@ -15,7 +15,6 @@ from test_known_failures import BOUNDS
 
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, api, cache, host, host_cache, reference
-from cupyflash.device import KNOWN
 from cupyflash.keywords import _CACHE, _PAGES, FOREIGN
 
 F32 = np.float32
@@ -36,6 +35,7 @@ GIVEN: dict[str, Any] = {"q": (2, 1, 4, 8), "k_cache": (2, 6, 2, 8), "v_cache": 
 PAGES: dict[str, Any] = {"k_cache": (9, 4, 2, 8), "v_cache": (9, 4, 2, 8), "page_table": np.zeros((2, 3), np.int32)}
 NEW: dict[str, Any] = {"k_new": np.ones((2, 1, 2, 8), F32), "v_new": np.ones((2, 1, 2, 8), F32)}
 ROTARY: dict[str, Any] = {"rotary_cos": np.ones((9, 2), F32), "rotary_sin": np.ones((9, 2), F32)}
+QUANTISED: dict[str, Any] = {"k_cache": np.ones((2, 6, 2, 8), np.int8), "v_cache": np.ones((2, 6, 2, 8), np.int8)}
 PLAN = {"batch": 2, "num_heads_q": 4, "num_heads_kv": 2, "head_dim": 8, "max_seqlen_k": 6, "dtype": F32, "device": "host"}
 READ_ONLY = np.ones((2, 6, 2, 8), F32)
 READ_ONLY.flags.writeable = False
@@ -96,6 +96,13 @@ CASES: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ShapeError, r"plan was made for other calls: this one has batch=2, the plan 3; dtype=float32, the plan float16; make one by",
      {"plan": {"batch": 3, "dtype": "float16"}}),
     (ShapeError, r"plan was made for other calls: this one has page_size=None, the plan 4", {"plan": {"page_size": 4}}),
+    (ShapeError, r"plan was made for other calls: this one has arrays in host memory, the plan device='sm_90a'",
+     {"plan": {"device": "sm_90a"}}),
+    (ShapeError, r"page_table has stride 2 on its last axis: it must be 1", PAGES | {"page_table": np.zeros((2, 6), np.int32)[:, ::2]}),
+    (ShapeError, r"rotary_sin has stride 2 on its last axis: it must be 1", ROTARY | {"rotary_sin": np.ones((9, 4), F32)[:, ::2]}),
+    (ArgumentError, r"k_descale is a bool: it must be a float", {"k_descale": True} | QUANTISED),
+    (ShapeError, r"v_descale=inf must be finite", {"v_descale": float("inf")} | QUANTISED),
+    (ShapeError, r"v_descale=1e\+39 must be finite in float32", {"v_descale": 1e39} | QUANTISED),
     (ShapeError, r"plan was made for other calls: this one has 12 slots a sequence, the plan max_seqlen_k=8",
      PAGES | {"plan": {"page_size": 4, "max_seqlen_k": 8}}),
     (DeviceError, r"stream= was given and the arrays are in host memory", {"stream": 0}),
@@ -158,7 +165,8 @@ def test_error_of_packed_queries_over_pages(error: type[Exception], message: str
         (ArgumentError, "has no argument 'max_seqlens_k'; did you mean 'max_seqlen_k'?", {"max_seqlens_k": 3}),
         (DeviceError, "device='gpu' is unknown", {"device": "gpu"}),
         (DeviceError, "cuda_graph=True was given with device='host': graphs belong to a GPU", {"cuda_graph": True}),
-        (UnsupportedError, "caches in GPU memory are not served yet", {"device": "sm_90a"}),
+        (DeviceError, "device='sm_70' is unknown: it is 'cuda'", {"device": "sm_70"}),
+        (UnsupportedError, "no kernel for head_dim 600 over a cache", {"head_dim": 600, "device": "sm_90a"}),
         (UnsupportedError, "no kernel for head_dim 600 over a cache", {"head_dim": 600}),
     ],
 )
@@ -171,6 +179,9 @@ def test_a_plan_says_what_it_was_made_for(rng: np.random.Generator) -> None:
     plan = cupyflash.plan_decode(**PLAN | {"page_size": np.int64(4), "head_dim": 576})
     assert (plan.batch, plan.page_size, plan.dtype, plan.device, plan.cuda_graph) == (2, 4, "float32", "host", False)
     plan.update(vector(3, 5))
+    there = cupyflash.plan_decode(**PLAN | {"device": "sm_90a", "cuda_graph": True})
+    assert (there.device, there.cuda_graph) == ("sm_90a", True)
+    there.update(vector(3, 5))
     with pytest.raises(ShapeError, match=r"cache_seqlens has shape \(3,\): it must be \(2,\), for which the plan was made"):
         plan.update(vector(1, 2, 3))
     with pytest.raises(DtypeError, match="cache_seqlens is int64: it must be int32"):
@@ -183,17 +194,11 @@ def test_a_plan_says_what_it_was_made_for(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(*results)
 
 
-def test_arrays_in_gpu_memory_are_not_served_yet(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(cache, "query", lambda device_id: KNOWN["90a"])
-    shapes = [(2, 1, 4, 8), (9, 4, 2, 8), (9, 4, 2, 8)]
-    q, k, v = (FakeCupyArray(shape, np.float16) for shape in shapes)
-    table, lengths = np.zeros((2, 3), np.int32), vector(1, 2)  # small vectors may be in NumPy
-    with pytest.raises(UnsupportedError, match=r"caches in GPU memory are not served yet.*the same call takes NumPy arrays"):
-        cupyflash.attention_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table)
-    with pytest.raises(UnsupportedError, match="caches in GPU memory are not served yet"):
-        cupyflash.attention_varlen(FakeCupyArray((3, 4, 8), np.float16), k, v, vector(0, 1, 3), page_table=table, seqused_k=lengths)
+def test_arrays_of_one_call_lie_in_one_place(cupy: Any) -> None:  # noqa: F811
+    q = cache.arrays.view(FakeCupyArray((2, 1, 4, 8), np.float16), "q")
     with pytest.raises(DeviceError, match="k_cache is in host memory and q on cuda:1"):
-        cache.arrays.check_together({"q": cache.arrays.view(q, "q"), "k_cache": cache.arrays.view(q, "q")._replace(device_id=-1)})
+        cache.arrays.check_together({"q": q, "k_cache": q._replace(device_id=-1)})
+    cache.arrays.check_together({"q": q, "page_table": cache.arrays.view(np.zeros((2, 3), np.int32), "page_table")})
 
 
 # --- keywords --------------------------------------------------------------------------------------------------------------------------

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import LaunchError, StateError, api, arrays, jit, launch, params, tensormap
+from cupyflash import LaunchError, ShapeError, StateError, api, arrays, cache, jit, launch, params, tensormap
 from cupyflash.device import KNOWN
 
 FIELDS = [name for name, _ in params.FORWARD_FIELDS]
+APPEND_FIELDS = [name for name, _ in params.CACHE_FIELDS[len(FIELDS) :]]
+APPEND = -1  # the handle of cache_append
 MAP = tensormap.MAP_BYTES
 
 
@@ -58,6 +60,9 @@ class Gpu:
         *_, stream, address, extra = rest
         first, second = struct.unpack("<2Q", ctypes.string_at(address, 16))
         packed = dict(zip(FIELDS, params.FORWARD.unpack(ctypes.string_at(first, params.FORWARD.size)), strict=True))
+        if handle == APPEND:
+            every = params.CACHE.unpack(ctypes.string_at(first, params.CACHE.size))[len(FIELDS) :]
+            packed = dict(zip(APPEND_FIELDS, every, strict=True)) | {"forward": packed}
         maps = b"" if second == first else ctypes.string_at(second, 4 * MAP)
         assert second % 64 == extra == 0
         self.launches.append(types.SimpleNamespace(handle=handle, grid=(x, y, z), stream=stream, packed=packed, maps=maps))
@@ -105,12 +110,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(arrays, "READERS", arrays._Readers())
     monkeypatch.setattr(api, "_prepare", arrays.cached_by_kinds(api._prepare.__wrapped__))
-    monkeypatch.setattr(api, "query", lambda device_id: KNOWN["90a"])
+    monkeypatch.setattr(cache, "_prepare", arrays.cached_by_kinds(cache._prepare.__wrapped__))
+    for module in (api, cache):
+        monkeypatch.setattr(module, "query", lambda device_id: KNOWN["90a"])
     monkeypatch.setattr(launch, "_cuda", lambda: (this, this))
     monkeypatch.setattr(launch, "_first_process", None)
     monkeypatch.setattr(tensormap, "_driver", lambda: this)
     monkeypatch.setattr(jit, "_kernels", {})
-    monkeypatch.setattr(jit, "_load", lambda variant, *_: jit.Kernel(len(variant.name), None))
+    monkeypatch.setattr(
+        jit, "_load", lambda variant, *_: jit.Kernel(APPEND if variant.family == "cache_append" else len(variant.name), None)
+    )
     launch.contexts.cache_clear()
     launch._parameters.cache_clear()
     return this
@@ -231,6 +240,105 @@ def test_no_sequence_has_no_lengths_and_no_slopes(gpu: Gpu, monkeypatch: pytest.
     cupyflash.attention_varlen(*packed_inputs(sequences=0), **each)
     packed = gpu.launches[-1].packed
     assert [packed[name] for name in ("alibi_slopes", "seqused_q", "sink", "batch")] == [0, 0, each["sink"].data.ptr, 0]
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------------------------
+
+
+def over_cache(**options: Any) -> tuple[dict[str, Any], Any]:
+    """A call of one token for each of two sequences, by the names of its arrays, and what it returned."""
+    given = {name: Array((9, 16, 2, 64), np.float16) for name in ("k_cache", "v_cache")}
+    given |= {"q": Array((2, 1, 4, 64), np.float16), "cache_seqlens": Array((2,), np.int32), "page_table": Array((2, 4), np.int32)}
+    given |= options
+    return given, cupyflash.attention_with_kvcache(
+        *(given[name] for name in ("q", "k_cache", "v_cache")),
+        **{name: x for name, x in given.items() if name not in ("q", "k_cache", "v_cache")},
+    )
+
+
+def test_attention_over_a_cache_reads_it_where_it_is(gpu: Gpu) -> None:
+    given, out = over_cache(cache_leftpad=Array((2,), np.int32))
+    (call,) = gpu.launches
+    named = {"q": "q", "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "page_table": "page_table", "first_k": "cache_leftpad"}
+    assert {field: call.packed[field] for field in named} == {field: given[name].data.ptr for field, name in named.items()}
+    assert call.packed["out"] == out.data.ptr
+    numbers = {"page_size": 16, "num_pages": 9, "seqlen_k": 64, "page_table_stride": 4, "k_stride_batch": 2048, "k_descale_of_all": 1}
+    assert {name: call.packed[name] for name in numbers} == numbers
+    assert out.shape == (2, 1, 4, 64)
+    given, _ = over_cache(page_table=None, cache_batch_idx=Array((2,), np.int32))
+    packed = gpu.launches[-1].packed
+    numbers = {"page_table": given["cache_batch_idx"].data.ptr, "page_table_stride": 1, "page_size": 16, "seqlen_k": 16, "first_k": 0}
+    assert {name: packed[name] for name in numbers} == numbers
+
+
+def test_what_is_appended_is_there_before_the_attention(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches share one argument; the second reads from the workspaces that the first fills."""
+    captured: list[Any] = []
+    monkeypatch.setattr(arrays, "_captured", captured)
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: True)
+    options: dict[str, Any] = {name: Array((2, 1, 2, 64), np.float16) for name in ("k_new", "v_new")}
+    options |= {
+        "cache_leftpad": Array((2,), np.int32),
+        "rotary_cos": Array((99, 16), np.float32),
+        "rotary_sin": Array((99, 16), np.float32),
+    }
+    caches: dict[str, Any] = {name: Array((9, 16, 2, 64), np.int8) for name in ("k_cache", "v_cache")}
+    given, _ = over_cache(**options, **caches, k_descale=0.25, v_descale=Array((2, 2), np.float32))
+    append, attention = gpu.launches
+    assert append.packed["forward"] == attention.packed
+    made = [x.data.ptr for x in captured[0]]
+    assert [append.packed[name] for name in ("rotated_q", "used_k", "first_k")] == made
+    assert [attention.packed[name] for name in ("q", "seqused_k", "first_k")] == made
+    names = ("q", "k_new", "v_new", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_leftpad", "k_cache", "v_cache")
+    assert [append.packed[name] for name in names] == [given[name].data.ptr for name in names]
+    numbers = {
+        "seqlen_new": 1,
+        "rotary_dim": 32,
+        "rotary_length": 99,
+        "rotary_interleaved": 0,
+        "rotary_cos_stride": 16,
+        "q_stride_head": 64,
+    }
+    assert {name: append.packed[name] for name in numbers} == numbers
+    numbers = {"k_descale": 0, "k_descale_of_all": 0.25, "v_descale": given["v_descale"].data.ptr, "v_descale_stride_batch": 2}
+    assert {name: attention.packed[name] for name in numbers} == numbers
+
+
+def test_calls_over_caches_of_a_kind_are_prepared_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
+    new = {name: Array((2, 1, 2, 64), np.float16) for name in ("k_new", "v_new")}
+    for _ in range(3):
+        over_cache(**new)
+    assert cache._prepare.cache_info().misses == 1
+    shared = Array((9, 16, 2, 64), np.float16)
+    with pytest.raises(ShapeError, match="k_cache overlaps v_cache in memory"):  # although one of its kind was in order
+        over_cache(**new, k_cache=shared, v_cache=shared)
+    assert len(gpu.launches) == 6
+
+
+def test_vectors_in_host_memory_are_copied_beside_a_cache(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: dict[str, Any] = {}
+
+    def to_device(vector: Any, like: Any, name: str) -> Any:
+        copies[name] = Array(vector.shape, vector.dtype)
+        return arrays.read(copies[name], name)
+
+    monkeypatch.setattr(arrays, "to_device", to_device)
+    over_cache(cache_seqlens=np.ones(2, np.int32), page_table=np.zeros((2, 8), np.int32)[:, ::2])
+    packed = gpu.launches[-1].packed
+    assert (packed["seqused_k"], packed["page_table"]) == tuple(copies[name].data.ptr for name in ("cache_seqlens", "page_table"))
+    assert packed["page_table_stride"] == 4
+    q, pages = Array((3, 4, 64), np.float16), Array((9, 16, 2, 64), np.float16)
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
+    vectors = {"page_table": np.zeros((2, 4), np.int32), "cu_seqlens_k": np.zeros(3, np.int32)}
+    cupyflash.attention_varlen(q, pages, Array(pages.shape, np.float16), np.array([0, 1, 3], np.int32), **vectors)
+    append, attention = gpu.launches[-2:]
+    assert append.packed["forward"] == attention.packed
+    assert append.packed["cache_seqlens"] == 0
+    assert attention.packed["seqused_k"] == append.packed["used_k"] != 0
+    assert [attention.packed[name] for name in ("cu_seqlens_q", "cu_seqlens_k")] == [
+        copies[n].data.ptr for n in ("cu_seqlens_q", "cu_seqlens_k")
+    ]
 
 
 def launched(gpu: Gpu) -> Any:

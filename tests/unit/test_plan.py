@@ -15,7 +15,7 @@ import cupyflash
 from cupyflash import jit, params, plan, variants
 from cupyflash.arrays import ArrayView
 from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
-from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, Operands
+from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, CacheProblem, Operands
 from cupyflash.variants import BACKWARD, FORWARD, BwdConfig, FwdConfig, Variant
 
 
@@ -382,6 +382,33 @@ def test_supports_answers_for_backward_calls() -> None:
     assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_sm80__")
 
 
+def test_a_call_over_a_cache_is_attention_after_what_it_reads() -> None:
+    def planned(device: DeviceSpec = KNOWN["90a"], cache_dtype: str = "bfloat16", **more: Any) -> plan.Plan:
+        fields = {name: more.pop(name) for name in [*more] if name in AttentionProblem._fields}
+        return plan.cached(CacheProblem(problem(seqlen_q=1, **fields), cache_dtype, 16, **more), device)
+
+    (step,) = planned().steps  # lengths are read where they are
+    assert (step.variant.name, step.grid, planned().workspaces) == ("fwd_simple__bf16_d128__w4__paged_used", (4, 1, 1), ())
+    append, attention = planned(seqlen_new=3).steps
+    assert (append.variant.name, append.grid) == ("cache_append__bf16__w4__paged", ((2 * 2 * 3 * 2 + 1 + 3) // 4, 1, 1))
+    assert attention.variant == step.variant
+    assert planned(seqlen_new=3, leftpad=True).workspaces == (("used_k", 8), ("first_k", 8))
+    append, _ = planned(rotary_dim=64, rotary="float32", cache_dtype="int8").steps
+    assert (append.variant.name, append.grid) == ("cache_append__bf16__w4__cachedint8_paged_rotaryf32", (5, 1, 1))
+    assert planned(rotary_dim=64, rotary="bfloat16").workspaces == (("rotated_q", 2 * 8 * 128 * 2), ("used_k", 8))
+    assert planned(cu_seqlens_k=True, packed=True).workspaces == (("used_k", 8),)
+    assert planned(num_heads_q=0, batch=0) == plan.Plan(())
+    assert [step.variant.family for step in planned(num_heads_q=0, seqlen_new=3).steps] == ["cache_append"]
+    assert [step.variant.family for step in planned(batch=0, packed=True, cu_seqlens_k=True).steps] == ["fwd_simple"]
+    with pytest.raises(cupyflash.UnsupportedError, match=r"cache_append__bf16__w4__paged would need \d+ blocks"):
+        planned(seqlen_new=1 << 30)
+    for arch in KNOWN:
+        assert [step.variant.family for step in planned(KNOWN[arch], head_dim=576, head_dim_v=512, seqlen_new=1).steps] == [
+            "cache_append",
+            "fwd_simple",
+        ]
+
+
 def test_specs_are_what_the_architectures_have() -> None:
     assert KNOWN["90a"].capability == 90
     assert HOST_SPEC.capability == 0
@@ -411,6 +438,7 @@ def test_params_mirror_the_cuda_struct() -> None:
     text = (jit.source_root() / "primitives" / "params.cuh").read_text()
     for name, fields, packed in (
         ("ForwardParams", params.FORWARD_FIELDS, params.FORWARD),
+        ("CacheParams", params.CACHE_FIELDS, params.CACHE),
         ("BackwardParams", params.BACKWARD_FIELDS, params.BACKWARD),
     ):
         assert c_fields(text, name) == list(fields)
