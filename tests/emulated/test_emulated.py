@@ -206,7 +206,7 @@ def packed_agrees(row: Row, backward_row: Row, dtype: str, options: dict[str, An
 
 
 def packed_rows() -> list[Any]:
-    """Each row of sm_90a with one of the other direction that serves its head dims; of the others, which differ in their tiles alone, D = 64."""
+    """Each row of sm_90a with one of the other direction that serves its head dims; of the others, which differ in tiles alone, D = 64."""
     forward, backward = (
         [row for row in table if not isinstance(row.config, SimpleConfig)] for table in (variants.FORWARD, variants.BACKWARD)
     )
