@@ -391,9 +391,9 @@ BACKWARD = (
     _bwd_sm80(256, 80, False, "m64n64s2w8g222b1", "m128n32s2w8b1", "250, FA2 263; 214 kB; on Blackwell it spills up to 24 bytes"),
     _bwd_sm80(64, 80, True, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),
     _bwd_sm80(128, 90, True, "m64n64s2w4g222b2", "m64n64s2w4b2", "not measured; a bias alone spills 88 bytes"),
-    _bwd_sm80(128, 80, True, "m32n64s2w4g222b2", "m64n64s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well, where 4 bytes spill"),
+    _bwd_sm80(128, 80, True, "m32n64s2w4g222b2", "m64n64s2w4b2", "not measured; 98 kB, for SMs of 100 kB, where up to 8 bytes of spills"),
     _bwd_sm80(256, 80, True, "m64n64s2w8g222b1", "m128n32s2w8b1", "not measured; 214 kB; on Blackwell it spills up to 104 bytes"),
     _bwd_sm80(256, 80, True, "m32n64s2w8g222b1", "m64n32s2w4b2", "not measured; 140 kB"),
-    _bwd_sm80(256, 80, True, "m32n32s1w4g212b2", "m64n16s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well, where 4 bytes spill"),
+    _bwd_sm80(256, 80, True, "m32n32s1w4g212b2", "m64n16s2w4b2", "not measured; 98 kB, for SMs of 100 kB as well"),
     Row("bwd_simple", _ANY, MAX_HEAD_DIM, 0, True, SimpleConfig(4), "one warp a row needs no tile to fit: for every dtype and GPU"),
 )

@@ -38,7 +38,7 @@ SPILLS = {
 SPILLS_OF_PACKED = {"fwd_sm80": 140, "fwd_sm90": 56, "bwd_sm80": 8, "bwd_sm80_dq": 8, "bwd_sm90": 88, "bwd_sm90_wide": 76}
 SPILLS_ON_BLACKWELL = {
     (96, "m64n64s2w4g222b2", False): 28,
-    (128, "m32n64s2w4g222b2", True): 4,
+    (128, "m32n64s2w4g222b2", True): 8,
     (128, "m64n128s2w8g242b1", False): 40,
     (256, "m64n64s2w8g222b1", False): 24,
     (256, "m64n64s2w8g222b1", True): 104,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import statistics
 import subprocess
 import sys
@@ -166,9 +167,10 @@ def test_bench_imports_itself_relatively(path):
     assert not {f"line {found.line}: {found.module}" for found in imports(path) if found.module.startswith("cupyflash.bench")}
 
 
-def run_fresh(code: str) -> str:
+def run_fresh(code: str, **environment: str) -> str:
     """What a new interpreter prints, in which nothing is imported yet; in the checkout, so that it needs no install."""
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = (sys.executable, "-c", code)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
 
 
 def test_import_loads_nothing_heavy():
@@ -177,12 +179,15 @@ def test_import_loads_nothing_heavy():
     assert not heavy & set(loaded)
 
 
-def test_import_adds_little_to_numpys():
-    """At most 60 ms beyond `import numpy`: the median of 9 processes, and the best of three medians, because the machine may be busy."""
+def test_import_adds_little_to_numpys(tmp_path):
+    """At most 60 ms beyond `import numpy`: the median of 9 processes, and the best of three medians, because the machine may be busy. With
+    bytecode, which pip makes when it installs and which some machines keep Python from writing: without it 35 ms more."""
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     code = "import time, numpy; start = time.perf_counter(); import cupyflash; print(time.perf_counter() - start)"
+    run_fresh(code, **bytecode)
     medians = []
     for _ in range(3):
-        medians.append(statistics.median(float(run_fresh(code)) for _ in range(9)))
+        medians.append(statistics.median(float(run_fresh(code, **bytecode)) for _ in range(9)))
         if medians[-1] <= IMPORT_LIMIT_S:
             return
     pytest.fail(f"import cupyflash took {[f'{median * 1e3:.0f} ms' for median in medians]} after numpy; the limit is 60 ms")
