@@ -1,7 +1,7 @@
 """Failures that users of other libraries reported of caches, paging, splits and decoding, each a test that names its row (KF-nnn).
 
 What only a GPU can show of these rows (memory checks, captured graphs, kernels that split) is in tests/gpu. Errors of arguments are in
-test_cache.py.
+test_kvcache_calls.py.
 """
 
 from __future__ import annotations
