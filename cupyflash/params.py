@@ -1,7 +1,7 @@
 """The kernels' parameter structs, field for field the mirror of cuda_src/primitives/params.cuh, and how a call is packed into it.
 
 Eight-byte fields stand before four-byte ones, so the C++ struct has no padding and the two layouts are one string of struct codes;
-tests/unit/test_params.py compares the field lists of both languages.
+tests/unit/test_plan.py compares the field lists of both languages.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@
 //            tile comes first in a class is left to chance; results do not depend on it.
 // Work       A thread takes a sequence; the tiles of one that has more than a few are dealt out to a warp, so that a long sequence among
 //            many short ones takes no longer.
-// Edges      Tokens before the first sequence and behind the last one are tiles as well: their results are zeros. Offsets that fall may
-// make
-//            more tiles than there is room for, and then none is listed.
+// Edges      Tokens before the first sequence and behind the last one are tiles as well: their results are zeros. Offsets that fall
+//            may make more tiles than there is room for, and then none is listed.
 #include "../primitives/work.cuh"
 
 namespace cupyflash {
