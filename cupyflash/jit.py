@@ -81,6 +81,7 @@ _FLAGS = {
     "paged": "kPaged",
     "sink": "kSink",
     "softcap": "kSoftcap",
+    "splits": "kSplits",
     "unaligned": "kUnaligned",
     "used": "kUsed",
 }
@@ -114,6 +115,8 @@ def _config(variant: Variant, arch: str) -> str:
         numbers |= {"kWarpsN": config.warps_n, "kWarpsQ": config.warps_q}
     if isinstance(config, BwdConfig | BwdRowsConfig | DecodeConfig):
         numbers["kBlocks"] = config.blocks
+    if isinstance(config, DecodeConfig):
+        numbers["kCluster"] = config.cluster
     numbers["kWarps"] = config.warps
     if isinstance(config, BwdSm90Config):
         numbers["kKeyBuffers"] = config.key_buffers
@@ -216,6 +219,7 @@ def load(variant: Variant, arch: str, device_id: int, stream: int = 0) -> Kernel
 
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
 
 def _load(variant: Variant, arch: str, stream: int) -> Kernel:
@@ -235,6 +239,8 @@ def _load(variant: Variant, arch: str, stream: int) -> Kernel:
             function = module.get_function(unit.entry)
         if variant.smem_bytes:
             cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.smem_bytes)
+        if isinstance(variant.config, DecodeConfig) and variant.config.cluster > 8:  # that every GPU can do
+            cuda.driver.funcSetAttribute(function.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     except cuda.driver.CUDADriverError as e:
         runs, compiled = cuda.runtime.driverGetVersion(), ".".join(map(str, cuda.nvrtc.getVersion()))
         raise DeviceError(

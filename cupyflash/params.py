@@ -20,7 +20,7 @@ _MORE = ("row_tiles", "key_tiles", "page_table", "first_k", "k_descale", "v_desc
 
 POINTER_NAMES = (*Operands._fields, "lse", *_MORE)
 
-# (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, f float.
+# (name, struct code): Q a pointer, q an int64 stride in elements, d double, i int32, I uint32, f float.
 FORWARD_FIELDS = (
     *((name, "Q") for name in POINTER_NAMES),
     *((f"{name}_stride_{axis}", "q") for name in ("q", "k", "v", "out") for axis in ("batch", "seq", "head")),
@@ -31,7 +31,8 @@ FORWARD_FIELDS = (
     *((name, "d") for name in ("softmax_scale", "softcap")),
     *((name, "i") for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")),
     *((name, "i") for name in ("window_left", "window_right", "top_left", "section", "tile_rows", "tile_keys")),
-    *((name, "i") for name in ("page_size", "num_pages", "split", "parts")),
+    *((name, "i") for name in ("page_size", "num_pages", "split", "parts", "group", "head_groups", "group_shift", "page_shift")),
+    *((name, "I") for name in ("group_multiplier", "page_multiplier")),
     *((name, "f") for name in ("softmax_scale_log2", "k_descale_of_all", "v_descale_of_all")),
 )
 FORWARD = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS))
@@ -104,6 +105,9 @@ def numbers(
 ) -> bytes:
     """All that follows the pointers: the same for calls of the same shapes, strides and options; `section` and `tiles` are the plan's, and
     `descales` serve where the cache has no arrays of them."""
+    group = p.num_heads_q // max(p.num_heads_kv, 1)
+    page_size, num_pages = (0, 0) if cache is None else (a.k.shape[1], a.k.shape[0])
+    (group_shift, group_multiplier), (page_shift, page_multiplier) = _divisor(group), _divisor(page_size)
     return _NUMBERS.pack(
         *a.q.strides[:3],
         *a.k.strides[:3],
@@ -132,11 +136,25 @@ def numbers(
         p.top_left,
         section,
         *tiles,
-        *((0, 0) if cache is None else (a.k.shape[1], a.k.shape[0])),
+        page_size,
+        num_pages,
         *splits,
+        group,
+        p.num_heads_kv // section,
+        group_shift,
+        page_shift,
+        group_multiplier,
+        page_multiplier,
         p.softmax_scale * _LOG2E,
         *descales,
     )
+
+
+def _divisor(d: int) -> tuple[int, int]:
+    """(shift, multiplier) by which `quotient` in seqlen.cuh divides by d (Granlund and Montgomery, PLDI 1994); nothing is divided by 0."""
+    d = max(d, 1)
+    shift = (d - 1).bit_length()
+    return shift, (((1 << shift) - d) << 32) // d + 1
 
 
 def _strides_of_pages(cache: CacheOperands) -> tuple[int, ...]:

@@ -92,13 +92,23 @@ def decode(
     p: AttentionProblem, device: DeviceSpec, split_size: int | None = None, num_splits: int | None = None, flags: tuple[str, ...] = ()
 ) -> Plan:
     """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys."""
-    variant, row = _choose(p, device, DECODE)
+    group_rows = p.num_heads_q // max(p.num_heads_kv, 1) * p.seqlen_q
+    tiles = p.num_heads_kv * _ceil_div(group_rows, 16) if p.batch == 1 and not (p.packed or split_size or num_splits) else 0
+    variant, row = _choose(p, device, _decode_rows(tiles, device))
+    if split_size or num_splits:
+        flags = (*flags, "splits")
     variant, c = variant._replace(flags=tuple(sorted((*variant.flags, *flags)))), variant.config
     assert isinstance(c, DecodeConfig)
     args = tuple(name for name, used in _buffers(p).items() if used)
-    blocks, unit = device.num_sms * c.blocks, c.warps * c.block_n
-    rows, batches = p.num_heads_q // max(p.num_heads_kv, 1) * p.seqlen_q, 1 if p.packed else p.batch
-    tiles = batches * p.num_heads_kv * (rows // c.block_m + min(p.batch + 2, p.seqlen_q) if p.packed else _ceil_div(rows, c.block_m))
+    if c.cluster > 1:
+        return Plan((Step(variant, (tiles * c.cluster, 1, 1), variant.threads, variant.smem_bytes, args, row.why),))
+    unit, batches = c.warps * c.block_n, 1 if p.packed else p.batch
+    tiles = batches * p.num_heads_kv * (_ceil_div(group_rows, c.block_m) + (min(p.batch + 1, p.seqlen_q) if p.packed else 0))
+    # Two blocks an SM hide from one another where they begin and end something; with little to begin, one has less to merge.
+    blocks = device.num_sms * (c.blocks if tiles > 2 * device.num_sms else 1)
+    # A team of blocks reads heads that lie side by side: as many as divide the heads and leave at most 4 % of the blocks.
+    team = max(n for n in range(1, 33) if max(p.num_heads_kv, 1) % n == 0 and 25 * (blocks % n) <= blocks)
+    blocks -= blocks % team
     units = _ceil_div(p.seqlen_k, unit)
     split_units = _ceil_div(split_size, unit) if split_size else 0
     most = min(num_splits, units) if num_splits else _ceil_div(units, split_units) if split_units else 0
@@ -109,7 +119,15 @@ def decode(
         Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why),
     )
     workspaces = (("part_out", parts * c.block_m * variant.head_dim_v * 4), ("part_lse", parts * c.block_m * 4), ("arrived", parts * 4))
-    return Plan(steps, workspaces, splits=(split_units or -(num_splits or 0), parts))
+    return Plan(steps, workspaces, team, splits=(split_units or -(num_splits or 0), parts))
+
+
+def _decode_rows(tiles: int, device: DeviceSpec) -> tuple[Row, ...]:
+    """Those rows of DECODE that serve one sequence of so many tiles, or none if 0: in clusters if these fill nine tenths of the SMs, one
+    block each."""
+    sizes = [row.config.cluster for row in DECODE if isinstance(row.config, DecodeConfig)]
+    size = max((n for n in sizes if 0.9 * device.num_sms <= n * tiles <= device.num_sms), default=1)
+    return tuple(row for row in DECODE if isinstance(row.config, DecodeConfig) and row.config.cluster == size)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,7 +209,7 @@ def _appending(problem: CacheProblem) -> tuple[tuple[Step, ...], dict[str, int]]
     if not p.batch or not (problem.seqlen_new or problem.rotary_dim or problem.cu_seqlens_k):
         return (), {}
     batches = 1 if p.packed else p.batch
-    flags = (*_cache_flags(problem), *(("packed",) if p.packed else ()))
+    flags = ("paged", *_quantised(problem), *(("packed",) if p.packed else ()))
     if problem.rotary not in (None, p.dtype):
         flags += ("rotaryf32",)
     variant = Variant("cache_append", p.dtype, 0, 0, tuple(sorted(flags)), _BY_WARPS)
@@ -206,8 +224,13 @@ def _appending(problem: CacheProblem) -> tuple[tuple[Step, ...], dict[str, int]]
 
 
 def _cache_flags(problem: CacheProblem) -> tuple[str, ...]:
-    own = problem.cache_dtype == problem.attention.dtype
-    return ("paged",) if own else (f"cached{problem.cache_dtype}", "paged")
+    """A cache that is not paged is what attention takes anyway, where nothing else is said of it."""
+    paged = problem.page_size is not None or problem.batch_idx or problem.leftpad or problem.attention.packed
+    return (*_quantised(problem), *(("paged",) if paged else ()))
+
+
+def _quantised(problem: CacheProblem) -> tuple[str, ...]:
+    return () if problem.cache_dtype == problem.attention.dtype else (f"cached{problem.cache_dtype}",)
 
 
 # Below so many rows a packed sequence, dq has a kernel of its own: its sums begin anew every 64 rows of each.

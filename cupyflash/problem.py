@@ -140,6 +140,7 @@ class CacheProblem(NamedTuple):
     rotary_dim: int = 0  # how many of the head_dim are rotated
     rotary_interleaved: bool = False
     rotary: str | None = None  # dtype of the tables
+    batch_idx: bool = False
     leftpad: bool = False
     cu_seqlens_k: bool = False  # lengths are given as offsets
     k_descale: float = 1.0  # of all heads, where no array says it
@@ -390,6 +391,7 @@ def cached(
         rotary_dim=_rotary_dim(more, head_dim),
         rotary_interleaved=_flag("rotary_interleaved", rotary_interleaved),
         rotary=None if more.rotary_cos is None else more.rotary_cos.dtype,
+        batch_idx=more.cache_batch_idx is not None,
         leftpad=more.cache_leftpad is not None,
         cu_seqlens_k=arrays.cu_seqlens_k is not None,
         **descale_of_all,

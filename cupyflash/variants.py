@@ -57,17 +57,18 @@ class Sm90Config(NamedTuple):
 
 class DecodeConfig(NamedTuple):
     """`decode`: a tile of block_m query rows, against which each of `warps` warps walks block_n keys of its own at a time, kept in `stages`
-    buffers. `blocks` of them share an SM."""
+    buffers. `blocks` of them share an SM; `decode_cluster` has `cluster` of them in a cluster."""
 
     block_m: int
     block_n: int
     stages: int
     warps: int
     blocks: int
+    cluster: int = 1
 
     @property
     def tile(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}b{self.blocks}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}b{self.blocks}" + f"c{self.cluster}" * (self.cluster > 1)
 
 
 class BwdRowsConfig(NamedTuple):
@@ -215,7 +216,7 @@ class Variant(NamedTuple):
             return row + c.stages * (key + key_v)
         if isinstance(c, DecodeConfig):  # in place of the buffers, O of the warps in float; references, sums, shares
             merged = c.warps * c.block_m * (self.head_dim_v + 8) * 4
-            rest = c.warps * (2 * c.block_m + 32) * 4 + 12
+            rest = c.warps * (2 * c.block_m + 1) * 4 + 16 + 2 * c.block_m * 4
             return _round_up(row + max(c.warps * c.stages * (key + key_v), _round_up(merged, 128)) + rest, 128)
         if isinstance(c, BwdRowsConfig):
             return row + row_v + c.stages * (key + key_v)
@@ -354,6 +355,9 @@ CACHED = (
 
 # Few query rows over many keys. TODO: measured on no GPU yet.
 DECODE = (
+    *(Row("decode_cluster", _HALF, 64, 90, True, DecodeConfig(16, 32, 3, 4, 2, n), "", "90a") for n in (16, 8, 4)),
+    *(Row("decode_cluster", _HALF, 128, 90, True, DecodeConfig(16, 16, 3, 4, 2, n), "", "90a") for n in (16, 8, 4)),
+    *(Row("decode_cluster", _HALF, 256, 90, True, DecodeConfig(16, 16, 2, 4, 1, n), "", "90a") for n in (16, 8, 4)),
     Row("decode", _HALF, 64, 80, True, DecodeConfig(16, 32, 3, 4, 2), ""),
     Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 3, 4, 2), ""),
     Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 4, 1), ""),

@@ -103,7 +103,7 @@ __device__ inline void append_token(const CacheParams& p, int row) {
   if (r.i >= f.seqlen_k - g.held) return;
   const int slot = g.held + r.i, page = page_of(f, r.b, slot);
   if (page < 0 || page >= f.num_pages) return;
-  const long long page_slot = slot % f.page_size;
+  const long long page_slot = slot_in_page(f, slot);
   if constexpr (kKey) {
     const Element* gX = static_cast<const Element*>(p.k_new) + r.offset(p.k_new_stride_batch, p.k_new_stride_seq, p.k_new_stride_head);
     Cached* gY = static_cast<Cached*>(p.k_cache) + page * f.k_stride_batch + page_slot * f.k_stride_seq + r.h * f.k_stride_head;

@@ -56,7 +56,12 @@ struct ForwardParams {
   int tile_rows, tile_keys;  // of row_tiles and key_tiles
   int page_size, num_pages;
   int split;  // decode.cu: units of a split, or minus the number of splits of a sequence; 0: blocks get equal shares
-  int parts;  // that there is room for
+  int parts;        // that there is room for
+  int group;        // query heads of a key head
+  int head_groups;  // decode.cu: of `section` key heads each
+  // n / group and n / page_size by `quotient` in seqlen.cuh.
+  int group_shift, page_shift;
+  unsigned group_multiplier, page_multiplier;
   float softmax_scale_log2;
   float k_descale_of_all, v_descale_of_all;
 };

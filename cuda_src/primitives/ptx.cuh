@@ -140,6 +140,13 @@ __device__ inline float global_load_l2(const float* global) {
 __device__ inline void global_load_l2_4(float (&x)[4], const float* global) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(global) : "memory");
 }
+// Scope: thread. Adds 1 and returns what was there. What the block's threads have written before it, and the other blocks' before theirs, is
+// there for those who meet it afterwards.
+__device__ inline int count_up(int* global) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(global) : "memory");
+  return before;
+}
 // Scope: thread. Writes 16 bytes to global memory, at a multiple of 16: four words assigned in a struct the compiler may write one by one.
 __device__ inline void global_store_16(void* global, const unsigned (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
@@ -209,6 +216,28 @@ __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Scope: thread. Orders its writes to shared memory before reads by the accelerator and by warpgroup products; a barrier must follow.
+// Scope: cluster. What was written to shared memory before it is there for all blocks after it.
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Scope: thread. Reads the shared memory of a block of the cluster, where this block has `smem`; four at a multiple of 16 bytes.
+__device__ inline unsigned smem_of_block(unsigned smem, int block) {
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem), "r"(block));
+  return address;
+}
+__device__ inline float cluster_load(unsigned smem, int block) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(smem_of_block(smem, block)) : "memory");
+  return x;
+}
+__device__ inline void cluster_load_4(float (&x)[4], unsigned smem, int block) {
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(smem_of_block(smem, block))
+               : "memory");
+}
+
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Scope: warpgroup. Before a batch of products whose registers other instructions have touched; closing a batch; waiting for all but the

@@ -288,6 +288,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
 inline bool __any_sync(unsigned, bool x) { return __ballot_sync(0, x) != 0; }
 inline bool __all_sync(unsigned, bool x) { return __ballot_sync(0, x) == 0xffffffffu; }
 
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
 template <class T>
 T atomicAdd(T* p, T x) {
   const T old = *p;

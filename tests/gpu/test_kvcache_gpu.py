@@ -17,7 +17,9 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
+import ml_dtypes  # noqa: E402
 import test_kvcache  # noqa: E402
+import test_kvcache_calls  # noqa: E402
 from on_gpu import LIBRARIES, Move, compile_ahead, host_kvcache, host_varlen, nan_memory, only  # noqa: E402
 from test_graphs import Graph, overwrite  # noqa: E402
 from test_known_failures_kvcache import *  # noqa: E402, F403
@@ -80,6 +82,8 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(cupyflash, "attention_varlen", moved(host_varlen, move.attention_varlen))
     monkeypatch.setattr(cupyflash, "plan_decode", lambda **how: host_plan(**how | {"device": "cuda"}))
     monkeypatch.setattr(test_kvcache, "attended", lambda rows, dtype: rows.astype(dtype).astype(np.float64))
+    weights = {dtype: float(ml_dtypes.finfo(dtype).eps) / 2 for dtype in ("float16", "bfloat16")}
+    monkeypatch.setattr(test_kvcache_calls, "weights_bound", lambda dtype, bound: weights.get(dtype.name, bound))
     yield move
     assert launches or not calls, "no call launched anything: they may have run on the host"
 

@@ -171,7 +171,7 @@ def memory(given, dims, storage, layout, rng):
         x = np.full((given.num_pages, given.size, Hkv, dim), fill, given.cache_dtype)
         for s in given.sequences:
             for j in range(s.begin, s.held):
-                x[given.table[s.b, j // given.size], j % given.size] = key(rng, (Hkv, dim), given.cache_dtype)
+                x[given.table[s.b, j // given.size], j % given.size] = key(rng, (Hkv, dim), given)
         caches.append(x)
     if storage == "one array" and Dv == D:  # K beside V, page by page
         whole = np.stack(caches, axis=1)
@@ -186,10 +186,12 @@ def memory(given, dims, storage, layout, rng):
     return views, [base(x) for x in views]
 
 
-def key(rng, shape, dtype):
-    if dtype == np.int8:
-        return rng.integers(-100, 100, shape)
-    return rng.standard_normal(shape) * (30 if dtype == E4M3 else 1)
+def key(rng, shape, given):
+    """Numbers as a cache holds them. Without a scale they are small: float32 scores of hundreds are wrong by more than any bound."""
+    scaled = "k_descale" in given.call
+    if given.cache_dtype == np.int8:
+        return rng.integers(*((-100, 100) if scaled else (-2, 3)), shape)
+    return rng.standard_normal(shape) * (30 if given.cache_dtype == E4M3 and scaled else 1)
 
 
 def base(x):

@@ -422,7 +422,7 @@ def c_fields(text: str, struct: str) -> list[tuple[str, str]]:
     """(name, struct code) of each member of a struct of params.cuh, in order; those of the one that it begins with are its own."""
     body = re.search(rf"struct {struct} \{{(.*?)\}};", re.sub(r"//.*", "", text), re.S)
     assert body is not None
-    codes = {"longlong": "q", "double": "d", "int": "i", "float": "f"}
+    codes = {"longlong": "q", "double": "d", "int": "i", "unsigned": "I", "float": "f"}
     fields: list[tuple[str, str]] = []
     for declaration in filter(str.strip, body[1].split(";")):
         if "ForwardParams" in declaration:

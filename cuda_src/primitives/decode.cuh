@@ -1,0 +1,392 @@
+// decode.cuh: what the kernels of few query rows over many keys share: what a sequence has to compute, how keys come, how parts are merged.
+#pragma once
+
+#include "mma.cuh"
+#include "softmax.cuh"
+
+namespace cupyflash {
+
+// What a sequence has to compute, in units and blocks of rows.
+template <class C>
+struct Extent {
+  static constexpr int kUnit = C::kWarps * C::kBlockN;  // keys
+  SequenceOf<C> s;
+  KeyRange keys;  // that some row sees
+  int rows;       // of a key head: all tokens of all its query heads
+  int row_blocks, first_unit, units, piece_units, pieces;
+
+  __device__ Extent(const ForwardParams& p, int b) : s(sequence_of<C>(p, b)) {
+    keys = visible_keys<C>(p, s, 0, s.used_q);
+    keys.first = max(keys.first, b >= 0 && b < p.batch ? first_slot<C>(p, b) : 0);
+    if (s.used_q == 0 || keys.last < keys.first) keys.last = keys.first;
+    rows = p.group * rows_of<C>(p, s);
+    row_blocks = (rows + C::kBlockM - 1) / C::kBlockM;
+    first_unit = keys.first / kUnit;
+    if (C::kSplits && p.split > 0) first_unit -= first_unit % p.split;  // splits begin at its multiples, whatever the window hides
+    pieces = units = max((keys.last + kUnit - 1) / kUnit - first_unit, 1);
+    piece_units = 1;
+    if constexpr (C::kSplits) {
+      piece_units = p.split > 0 ? p.split : (units - p.split - 1) / -p.split;
+      pieces = (units + piece_units - 1) / piece_units;
+    }
+  }
+  __device__ int weight(const ForwardParams& p) const { return pieces * row_blocks * p.head_groups; }
+};
+
+template <class C>
+struct Smem {
+  using TileQ = Tile<C::kBlockM, C::kHeadDim>;
+  using TileK = Tile<C::kBlockN, C::kHeadDim>;
+  using TileV = Tile<C::kBlockN, C::kHeadDimV>;
+  static constexpr int kPitch = C::kHeadDimV + 8;  // of merged rows: lanes of a row and of the next seven fall into different banks
+  struct Stage {
+    alignas(128) char k[TileK::kBytes];
+    alignas(128) char v[TileV::kBytes];
+  };
+  alignas(128) char q[TileQ::kBytes];
+  union {
+    Stage stages[C::kWarps][C::kStages];
+    float out[C::kWarps][C::kBlockM][kPitch];
+  };
+  float reference[C::kWarps][C::kBlockM], sum[C::kWarps][C::kBlockM];
+  int weights[C::kWarps];  // of the sequences of each warp
+  int first_inside;        // where the block begins: how many pieces lie before it in that sequence
+  int first_sequence;
+  int is_last;
+  unsigned lost;  // a bit for each row that left the range
+  float block_reference[C::kBlockM], block_sum[C::kBlockM];  // decode_cluster.cu: of all warps, whose O is in the place of the first one's
+};
+
+// Some pieces of one (sequence, key head, block of rows).
+template <class C>
+struct Segment {
+  int b, h_kv, row;     // row: the first of the block
+  int unit, last_unit;  // [unit, last_unit)
+};
+
+// Which token of the sequence a row is, and of which query head.
+template <class C>
+struct RowPlace {
+  int token, h;
+  __device__ RowPlace(const ForwardParams& p, const Segment<C>& g, int row) {
+    token = quotient(g.row + row, p.group_multiplier, p.group_shift);
+    h = g.h_kv * p.group + g.row + row - token * p.group;
+  }
+};
+
+// Scope: block. Queues the copy of a segment's rows.
+template <class C>
+__device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
+  using Element = typename C::Element;
+  using T = typename Smem<C>::TileQ;
+  for (int n = threadIdx.x; n < C::kBlockM * T::kChunks; n += 32 * C::kWarps) {
+    const int row = n / T::kChunks, chunk = n % T::kChunks;
+    const RowPlace<C> at(p, g, row);
+    const bool exists = g.row + row < e.rows && at.token < e.s.used_q;
+    const Element* gQ = static_cast<const Element*>(p.q) + g.b * p.q_stride_batch + at.h * p.q_stride_head +
+                        (rows_before<C>(e.s) + at.token) * p.q_stride_seq;
+    if constexpr (C::kUnaligned) {
+      auto* const to = reinterpret_cast<Element*>(smem.q + T::at(row, chunk));
+      for (int k = 0; k < 8; ++k) to[k] = exists && 8 * chunk + k < p.head_dim ? gQ[8 * chunk + k] : Element{};
+    } else {
+      cp_async_16(smem_address(smem.q + T::at(row, chunk)), gQ + 8 * chunk, exists && 8 * chunk < p.head_dim ? 16 : 0);
+    }
+  }
+}
+
+// How lanes share a copy of rows of a tile: of each row kLanes copy 16 bytes, and again until it is whole; kRows rows at a time.
+template <class T>
+struct RowCopy {
+  static constexpr int kLanes = T::kChunks % 8 == 0 ? 8 : T::kChunks % 4 == 0 ? 4 : 2;
+  static constexpr int kRows = 32 / kLanes;
+
+  // Scope: warp. Queues a copy of kCount rows; `row_at(n)` says for the lane's row of the n-th time where it begins, null for no row.
+  template <class C, int kCount, class RowAt>
+  __device__ static void queue(char* tile, int width, RowAt row_at) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < (kCount + kRows - 1) / kRows; ++n) {
+      const int row = n * kRows + lane / kLanes;
+      const typename C::Element* const from = row_at(n, row);
+      if (kCount % kRows != 0 && row >= kCount) continue;
+#pragma unroll
+      for (int c = 0; c < T::kChunks / kLanes; ++c) {
+        const int chunk = c * kLanes + lane % kLanes;
+        if constexpr (C::kUnaligned) {
+          auto* const to = reinterpret_cast<typename C::Element*>(tile + T::at(row, chunk));
+          for (int k = 0; k < 8; ++k) to[k] = from && 8 * chunk + k < width ? from[8 * chunk + k] : typename C::Element{};
+        } else {
+          cp_async_16(smem_address(tile + T::at(row, chunk)), from + 8 * chunk, from && 8 * chunk < width ? 16 : 0);
+        }
+      }
+    }
+  }
+};
+
+// What a lane must know of its two rows.
+template <class C>
+struct LaneRows {
+  int token[2];
+  KeyRange seen[2];
+  ScoreContext<C> context[2];
+
+  __device__ LaneRows(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = threadIdx.x % 32 / 4 + 8 * r;
+      const RowPlace<C> at(p, g, row);
+      token[r] = at.token;
+      seen[r] = {0, 0};
+      if (g.row + row < e.rows && at.token < e.s.used_q) {
+        seen[r] = visible_keys<C>(p, e.s, at.token, at.token + 1);
+        seen[r].first = max(seen[r].first, e.keys.first);
+        context[r] = score_context<C>(p, g.b, at.h);
+      }
+    }
+  }
+};
+
+// S, as the product leaves it, becomes P in place, and O follows a reference that moves (softmax.cuh).
+template <class C>
+__device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const LaneRows<C>& rows, int first_key,
+                             float (&rS)[1][C::kBlockN / 8][4], float (&rO)[1][C::kHeadDimV / 8][4], float (&reference)[2],
+                             float (&sum)[2]) {
+  const float scale_log2 = kFused<C> ? fabsf(p.softmax_scale_log2) : 1.0f;
+  const bool turn = kFused<C> && p.softmax_scale_log2 < 0;  // the row maximum is taken before the scale, which must not turn the order
+  float top[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    top[r] = -infinity(0.0f);
+#pragma unroll
+    for (int n = 0; n < C::kBlockN / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = rS[0][n][2 * r + c];
+        const int key = first_key + 8 * n + 2 * (threadIdx.x % 4) + c;
+        const bool visible = key >= rows.seen[r].first && key < rows.seen[r].last;
+        if constexpr (!kFused<C>) {
+          if (visible) score = score_step<C>(p, rows.context[r], e.s, score, rows.token[r], key) * static_cast<float>(kLog2E);
+        }
+        score = !visible ? -infinity(0.0f) : turn ? -score : score;
+        top[r] = fmaxf(top[r], score);
+      }
+    }
+    top[r] = fmaxf(top[r], __shfl_xor_sync(kWarp, top[r], 1));  // the four lanes of a row
+    top[r] = fmaxf(top[r], __shfl_xor_sync(kWarp, top[r], 2)) * scale_log2;
+  }
+  if (__any_sync(kWarp, top[0] > reference[0] + kGrowth || top[1] > reference[1] + kGrowth)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float old = reference[r];
+      reference[r] = fmaxf(old, top[r]);
+      const float rescale = old == reference[r] ? 1.0f : ex2(old - reference[r]);  // also where both are -inf
+      sum[r] *= rescale;
+#pragma unroll
+      for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+        rO[0][n][2 * r] *= rescale;
+        rO[0][n][2 * r + 1] *= rescale;
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float from = reference[r] == -infinity(0.0f) ? 0.0f : reference[r];
+#pragma unroll
+    for (int n = 0; n < C::kBlockN / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = rS[0][n][2 * r + c];
+        score = ex2(fmaf(score, scale_log2, -from));
+        sum[r] += score;
+      }
+    }
+  }
+}
+
+// The keys of a segment that are a warp's, as they come.
+template <class C>
+struct KeyStream {
+  using Element = typename C::Element;
+  using CopyK = RowCopy<typename Smem<C>::TileK>;
+  using CopyV = RowCopy<typename Smem<C>::TileV>;
+  const ForwardParams& p;
+  const Extent<C>& e;
+  const Segment<C>& g;
+  typename Smem<C>::Stage (&stages)[C::kStages];
+  const Element *gK, *gV;  // where the head begins; not of pages, where the lane's first rows of the next copy do
+  int page;                // of the next copy, of the lane's key of threadIdx.x % kBlockN: as the table has it, which is read a step ahead
+
+  __device__ KeyStream(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem)
+      : p(p), e(e), g(g), stages(smem.stages[threadIdx.x / 32]) {
+    gK = static_cast<const Element*>(p.k) + g.h_kv * p.k_stride_head;
+    gV = static_cast<const Element*>(p.v) + g.h_kv * p.v_stride_head;
+    if constexpr (C::kPaged) {
+      page = page_at(g.unit);
+    } else {
+      const long long key = keys_before<C>(e.s) + key_of(g.unit);
+      gK += (C::kPacked ? 0 : g.b) * p.k_stride_batch + (key + threadIdx.x % 32 / CopyK::kLanes) * p.k_stride_seq;
+      gV += (C::kPacked ? 0 : g.b) * p.v_stride_batch + (key + threadIdx.x % 32 / CopyV::kLanes) * p.v_stride_seq;
+    }
+  }
+  __device__ int key_of(int unit) const { return unit * Extent<C>::kUnit + threadIdx.x / 32 * C::kBlockN; }
+  __device__ const typename Smem<C>::Stage& stage(int unit) const { return stages[(unit - g.unit) % C::kStages]; }
+  __device__ bool exists(int key) const { return key >= e.keys.first && key < e.keys.last; }
+  __device__ int page_at(int unit) const {
+    const int key = key_of(unit) + threadIdx.x % C::kBlockN;
+    return exists(key) ? page_of(p, g.b, key) : 0;
+  }
+  __device__ void load(int unit) {
+    if (unit < g.last_unit) {
+      auto& to = stages[(unit - g.unit) % C::kStages];
+      const int key = key_of(unit);
+      const Element *nowK = gK, *nowV = gV;
+      if constexpr (C::kPaged) {
+        const int of = clamp(page, 0, p.num_pages - 1), slot = slot_in_page(p, key + threadIdx.x % C::kBlockN);
+        nowK += of * p.k_stride_batch + slot * p.k_stride_seq;
+        nowV += of * p.v_stride_batch + slot * p.v_stride_seq;
+        page = page_at(unit + 1);
+      } else {
+        gK += Extent<C>::kUnit * p.k_stride_seq;
+        gV += Extent<C>::kUnit * p.v_stride_seq;
+      }
+      auto row_at = [&](const Element* now, long long stride, int n, int row, int rows) {
+        const Element* from;
+        if constexpr (C::kPaged) {
+          from = reinterpret_cast<const Element*>(__shfl_sync(kWarp, reinterpret_cast<unsigned long long>(now), row % C::kBlockN));
+        } else {
+          from = now + n * rows * stride;
+        }
+        return exists(key + row) ? from : nullptr;
+      };
+      CopyK::template queue<C, C::kBlockN>(to.k, p.head_dim, [&](int n, int row) { return row_at(nowK, p.k_stride_seq, n, row, CopyK::kRows); });
+      CopyV::template queue<C, C::kBlockN>(to.v, p.head_dim_v, [&](int n, int row) { return row_at(nowV, p.v_stride_seq, n, row, CopyV::kRows); });
+    }
+    cp_async_commit();
+  }
+};
+
+// Scope: block. Each warp its share of a segment's keys; O, references and sums go to shared memory.
+template <class C>
+__device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
+  using Element = typename C::Element;
+  using S = Smem<C>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float rO[1][C::kHeadDimV / 8][4] = {};
+  float reference[2] = {-infinity(0.0f), -infinity(0.0f)}, sum[2] = {};
+  KeyStream<C> keys(p, e, g, smem);
+  const LaneRows<C> rows(p, e, g);
+#pragma unroll 1
+  for (int unit = g.unit - (C::kStages - 1); unit < g.last_unit; ++unit) {  // it begins with copies alone: short code is there sooner
+    if (unit >= g.unit) cp_async_wait<C::kStages - 2>();
+    if (unit == g.unit) {
+      __syncthreads();  // the rows have arrived, too
+    } else {
+      __syncwarp();  // its keys have arrived for all lanes, and all have done with those before them
+    }
+    keys.load(unit + C::kStages - 1);
+    if (unit < g.unit) continue;
+    const auto& stage = keys.stage(unit);
+    float rS[1][C::kBlockN / 8][4];
+    multiply_qk<Element, typename S::TileQ, typename S::TileK, 1, C::kBlockN, C::kHeadDim>(rS, smem.q, stage.k, 0);
+    weigh<C>(p, e, rows, keys.key_of(unit), rS, rO, reference, sum);
+    multiply_pv<Element, typename S::TileV, 1, C::kBlockN, C::kHeadDimV>(rO, rS, stage.v);
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // the buffers become those of the results
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = lane / 4 + 8 * r;
+    sum[r] += __shfl_xor_sync(kWarp, sum[r], 1);
+    sum[r] += __shfl_xor_sync(kWarp, sum[r], 2);
+    if (lane % 4 == 0) {
+      smem.reference[warp][row] = reference[r];
+      smem.sum[warp][row] = sum[r];
+    }
+#pragma unroll
+    for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+      *reinterpret_cast<float2*>(&smem.out[warp][row][8 * n + 2 * (lane % 4)]) = float2{rO[0][n][2 * r], rO[0][n][2 * r + 1]};
+    }
+  }
+  __syncthreads();
+}
+
+// Four neighbours in a row of O, relative to 2^reference, and what the row's sum of weights is: what a thread has while parts are merged.
+template <class C>
+struct Merged {
+  static constexpr int kOfRow = C::kHeadDimV / 4;
+  int row, column;
+  float reference = -infinity(0.0f), sum = 0, out[4] = {};
+
+  __device__ explicit Merged(int n) : row(n / kOfRow), column(n % kOfRow * 4) {}
+  __device__ float weight(float log2) const { return reference == -infinity(0.0f) ? 0.0f : ex2(log2 - reference); }
+  __device__ void raise(float to) {
+    const float old = reference;
+    reference = fmaxf(old, to);
+    const float rescale = old == reference ? 1.0f : ex2(old - reference);
+    sum *= rescale;
+    for (float& x : out) x *= rescale;
+  }
+  __device__ void add(float log2, float of_sum, const float* x) {
+    const float w = weight(log2);
+    sum += w * of_sum;
+    for (int n = 0; n < 4; ++n) out[n] += w * x[n];
+  }
+  __device__ bool empty() const { return reference == -infinity(0.0f); }
+  __device__ float lse() const { return empty() ? -infinity(0.0f) : reference + log2f(sum); }  // in log2 units
+};
+
+// Scope: thread. What the warps have.
+template <class C>
+__device__ inline Merged<C> merge_warps(const Smem<C>& smem, int n) {
+  Merged<C> merged(n);
+#pragma unroll
+  for (int w = 0; w < C::kWarps; ++w) merged.reference = fmaxf(merged.reference, smem.reference[w][merged.row]);
+#pragma unroll
+  for (int w = 0; w < C::kWarps; ++w) {
+    merged.add(smem.reference[w][merged.row], smem.sum[w][merged.row], &smem.out[w][merged.row][merged.column]);
+  }
+  return merged;
+}
+
+// Scope: thread. Its part of a row goes to O and LSE; rows that left the range are noted.
+template <class C>
+__device__ inline void write(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Merged<C> merged, unsigned& lost) {
+  using Out = typename C::Out;
+  const RowPlace<C> at(p, g, merged.row);
+  const bool used = at.token < e.s.used_q;
+  if constexpr (C::kSink) {  // one more key, of value zero
+    if (used) {
+      const float sink = widen(static_cast<const typename C::Sink*>(p.sink)[at.h * p.sink_stride]) * static_cast<float>(kLog2E);
+      merged.raise(sink);
+      merged.sum += merged.weight(sink);
+    }
+  }
+  const float scale = used && !merged.empty() ? 1.0f / merged.sum : 0.0f;
+  unsigned not_finite = 0;
+  Out* const out = static_cast<Out*>(p.out) + g.b * p.out_stride_batch + at.h * p.out_stride_head +
+                   (rows_before<C>(e.s) + at.token) * p.out_stride_seq;
+  for (int c = 0; c < 4; c += 2) {
+    const int column = merged.column + c;
+    const Pair<Out> pair = narrow_pair<Out>(used ? merged.out[c] * scale : 0.0f, used ? merged.out[c + 1] * scale : 0.0f);
+    if (column < p.head_dim_v) watch(pair, not_finite);
+    store_pair<C::kUnaligned>(out + column, column, p.head_dim_v, pair);
+  }
+  if constexpr (C::kWriteLse) {
+    const float lse = used ? merged.lse() * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
+    if (merged.column == 0) static_cast<float*>(p.lse)[first_in_vector<C>(p, e.s, g.b, at.h) + at.token] = lse;
+  }
+  const bool in_range = (not_finite & 0x7fff7fff) == 0 && (merged.empty() || (merged.sum > 0.0f && merged.sum < infinity(0.0f) &&
+                                                                              fabsf(merged.reference) <= kLargestReference));
+  if (used && !in_range) atomicOr(&lost, 1u << merged.row);
+}
+
+// Scope: block. Computes rows again that left the range, after what was written of them.
+template <class C>
+__device__ inline void write_lost(const ForwardParams& p, const Segment<C>& g, unsigned lost) {
+  for (int row = threadIdx.x / 32; lost >> row; row += C::kWarps) {
+    const RowPlace<C> at(p, g, row);
+    if (lost >> row & 1) attend_row<C>(p, g.b, at.h, at.token);
+  }
+}
+
+}  // namespace cupyflash
