@@ -94,10 +94,10 @@ def decode(
     """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys."""
     group_rows = p.num_heads_q // max(p.num_heads_kv, 1) * p.seqlen_q
     tiles = p.num_heads_kv * _ceil_div(group_rows, 16) if p.batch == 1 and not (p.packed or split_size or num_splits) else 0
-    variant, row = _choose(p, device, _decode_rows(tiles, device))
     if split_size or num_splits:
         flags = (*flags, "splits")
-    variant, c = variant._replace(flags=tuple(sorted((*variant.flags, *flags)))), variant.config
+    variant, row = _choose(p, device, _decode_rows(tiles, device, flags), flags)
+    c = variant.config
     assert isinstance(c, DecodeConfig)
     args = tuple(name for name, used in _buffers(p).items() if used)
     if c.cluster > 1:
@@ -122,12 +122,15 @@ def decode(
     return Plan(steps, workspaces, team, splits=(split_units or -(num_splits or 0), parts))
 
 
-def _decode_rows(tiles: int, device: DeviceSpec) -> tuple[Row, ...]:
+def _decode_rows(tiles: int, device: DeviceSpec, flags: tuple[str, ...]) -> tuple[Row, ...]:
     """Those rows of DECODE that serve one sequence of so many tiles, or none if 0: in clusters if these fill nine tenths of the SMs, one
-    block each."""
-    sizes = [row.config.cluster for row in DECODE if isinstance(row.config, DecodeConfig)]
-    size = max((n for n in sizes if 0.9 * device.num_sms <= n * tiles <= device.num_sms), default=1)
-    return tuple(row for row in DECODE if isinstance(row.config, DecodeConfig) and row.config.cluster == size)
+    block each. Of a cache of 8 bits twice as many keys are as many bytes."""
+    configs = {row: row.config for row in DECODE if isinstance(row.config, DecodeConfig)}
+    size = max((c.cluster for c in configs.values() if 0.9 * device.num_sms <= c.cluster * tiles <= device.num_sms), default=1)
+    times = 2 if any(flag.startswith("cached") for flag in flags) else 1
+    return tuple(
+        row._replace(config=c._replace(block_n=times * c.block_n)) for row, c in configs.items() if c.cluster in (size, 1)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,12 +195,11 @@ def cached(problem: CacheProblem, device: DeviceSpec) -> Plan:
     steps, workspaces = _appending(problem)
     if 0 not in (p.num_heads_q, p.seqlen_q) and (p.batch or p.packed):
         p = p._replace(seqused_k=True)  # lengths are always given
-        if problem.cache_dtype == p.dtype and _decodes(p, device):
+        if _decodes(p, device):
             schedule = decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem))
             kept = (*((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes), *schedule.workspaces)
             return schedule._replace(steps=(*steps, *schedule.steps), workspaces=kept)
-        variant, row = _choose(p, device, CACHED)
-        variant = variant._replace(flags=tuple(sorted((*variant.flags, *_cache_flags(problem)))))
+        variant, row = _choose(p, device, CACHED, _cache_flags(problem))
         args = tuple(name for name, used in _buffers(p).items() if used)
         steps += (Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, row.why),)
     return Plan(steps, tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes))
@@ -406,7 +408,8 @@ def _check_head_dims(p: AttentionProblem) -> None:
         raise UnsupportedError(f"no kernel for {name} {dim}: {MAX_HEAD_DIM} is the largest for forward and backward")
 
 
-def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> tuple[Variant, Row]:
+def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...], flags: tuple[str, ...] = ()) -> tuple[Variant, Row]:
+    """The first row that serves a problem; its variant has `flags` besides those of the problem."""
     too_big = ""
     for row in table:
         if p.dtype not in row.dtypes or device.capability < row.capability:
@@ -416,6 +419,7 @@ def _choose(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> 
         if row.arch not in (None, device.arch) or (row.arch and not p.tensor_maps):
             continue
         variant = _variant(p, row)
+        variant = variant._replace(flags=tuple(sorted((*variant.flags, *flags))))
         if not (row.options or PLAIN[row.family].issuperset(variant.flags)):
             continue
         if row.causal not in (None, "causal" in variant.flags or "local" in variant.flags):
@@ -449,9 +453,9 @@ def _most(p: AttentionProblem, config: Config) -> int:
 
 
 def _variant(p: AttentionProblem, row: Row) -> Variant:
-    # mma.sync and wgmma multiply 16 wide, and a warp of fwd_simple holds 32 elements a register: tiles are padded, the true D stays a
-    # parameter.
-    step = 32 if isinstance(row.config, SimpleConfig) else 16
+    # mma.sync and wgmma multiply 16 wide, rows of bytes 32 at a time, and a warp of fwd_simple holds 32 elements a register: tiles are
+    # padded, the true D stays a parameter.
+    step = 32 if isinstance(row.config, SimpleConfig | DecodeConfig) else 16
     flags = _flags(p) if _aligned(p) or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
     head_dim = _round_up(p.head_dim, step)
     if isinstance(row.config, BwdSm90Config):

@@ -187,6 +187,11 @@ class Variant(NamedTuple):
         return 32 * self.config.warps if self.config is not None else 0
 
     @property
+    def quantised(self) -> bool:
+        """Whether K and V are a cache of 8-bit numbers."""
+        return any(flag.startswith("cached") for flag in self.flags)
+
+    @property
     def store_map(self) -> bool:
         """Whether the tensor memory accelerator writes the result: through the memory of Q's tile, where it must fit."""
         half = not {"outfloat32", "outfloat64"} & set(self.flags)
@@ -210,13 +215,14 @@ class Variant(NamedTuple):
             return -(-(operands + weights + sums + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig):
             return 0
-        row, key = c.block_m * _pitch_bytes(self.head_dim), c.block_n * _pitch_bytes(self.head_dim)  # Q and K
-        row_v, key_v = c.block_m * _pitch_bytes(self.head_dim_v), c.block_n * _pitch_bytes(self.head_dim_v)  # dO and V
+        row, row_v = c.block_m * _pitch_bytes(self.head_dim), c.block_m * _pitch_bytes(self.head_dim_v)  # Q and dO
+        narrow = 2 if self.quantised else 1  # K and V of 8 bits are tiles half as wide
+        key, key_v = c.block_n * _pitch_bytes(self.head_dim // narrow), c.block_n * _pitch_bytes(self.head_dim_v // narrow)
         if isinstance(c, FwdConfig):
             return row + c.stages * (key + key_v)
         if isinstance(c, DecodeConfig):  # in place of the buffers, O of the warps in float; references, sums, shares
             merged = c.warps * c.block_m * (self.head_dim_v + 8) * 4
-            rest = c.warps * (2 * c.block_m + 1) * 4 + 16 + 2 * c.block_m * 4
+            rest = c.warps * (2 * c.block_m + 1) * 4 + 16 + 3 * c.block_m * 4
             return _round_up(row + max(c.warps * c.stages * (key + key_v), _round_up(merged, 128)) + rest, 128)
         if isinstance(c, BwdRowsConfig):
             return row + row_v + c.stages * (key + key_v)
@@ -355,12 +361,14 @@ CACHED = (
 
 # Few query rows over many keys. TODO: measured on no GPU yet.
 DECODE = (
-    *(Row("decode_cluster", _HALF, 64, 90, True, DecodeConfig(16, 32, 3, 4, 2, n), "", "90a") for n in (16, 8, 4)),
-    *(Row("decode_cluster", _HALF, 128, 90, True, DecodeConfig(16, 16, 3, 4, 2, n), "", "90a") for n in (16, 8, 4)),
-    *(Row("decode_cluster", _HALF, 256, 90, True, DecodeConfig(16, 16, 2, 4, 1, n), "", "90a") for n in (16, 8, 4)),
+    *(Row("decode_cluster", _HALF, 64, 90, True, DecodeConfig(16, 32, 3, 4, 2, n), "", "90a", longest=8192) for n in (16, 8, 4)),
+    *(Row("decode_cluster", _HALF, 128, 90, True, DecodeConfig(16, 16, 3, 4, 2, n), "", "90a", longest=8192) for n in (16, 8, 4)),
+    *(Row("decode_cluster", _HALF, 256, 90, True, DecodeConfig(16, 16, 2, 4, 1, n), "", "90a", longest=8192) for n in (16, 8, 4)),
     Row("decode", _HALF, 64, 80, True, DecodeConfig(16, 32, 3, 4, 2), ""),
     Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 3, 4, 2), ""),
+    Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 2, 4, 1), "not measured; 70 kB, for SMs of 100 kB"),
     Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 4, 1), ""),
+    Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 2, 1), "not measured; 74 kB, for SMs of 100 kB"),
 )
 
 

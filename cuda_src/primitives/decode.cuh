@@ -1,10 +1,14 @@
 // decode.cuh: what the kernels of few query rows over many keys share: what a sequence has to compute, how keys come, how parts are merged.
 #pragma once
 
-#include "mma.cuh"
+#include "bytes.cuh"
 #include "softmax.cuh"
 
 namespace cupyflash {
+
+// Whether the cache has numbers of 8 bits.
+template <class C>
+constexpr bool kQuantised = !kSame<typename C::Cached, typename C::Element>;
 
 // What a sequence has to compute, in units and blocks of rows.
 template <class C>
@@ -36,8 +40,9 @@ struct Extent {
 template <class C>
 struct Smem {
   using TileQ = Tile<C::kBlockM, C::kHeadDim>;
-  using TileK = Tile<C::kBlockN, C::kHeadDim>;
-  using TileV = Tile<C::kBlockN, C::kHeadDimV>;
+  static constexpr int kBytes = sizeof(typename C::Cached);
+  using TileK = Tile<C::kBlockN, C::kHeadDim * kBytes / 2>;
+  using TileV = Tile<C::kBlockN, C::kHeadDimV * kBytes / 2>;
   static constexpr int kPitch = C::kHeadDimV + 8;  // of merged rows: lanes of a row and of the next seven fall into different banks
   struct Stage {
     alignas(128) char k[TileK::kBytes];
@@ -54,6 +59,7 @@ struct Smem {
   int first_sequence;
   int is_last;
   unsigned lost;  // a bit for each row that left the range
+  float row_scale[C::kBlockM];  // of scores over a quantised cache
   float block_reference[C::kBlockM], block_sum[C::kBlockM];  // decode_cluster.cu: of all warps, whose O is in the place of the first one's
 };
 
@@ -74,17 +80,60 @@ struct RowPlace {
   }
 };
 
+// Where a row begins, or null.
+template <class C>
+__device__ inline const typename C::Element* query_row(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, int row) {
+  const RowPlace<C> at(p, g, row);
+  if (g.row + row >= e.rows || at.token >= e.s.used_q) return nullptr;
+  return static_cast<const typename C::Element*>(p.q) + g.b * p.q_stride_batch + at.h * p.q_stride_head +
+         (rows_before<C>(e.s) + at.token) * p.q_stride_seq;
+}
+
+// Scope: block. The rows of a segment as fp16, for a quantised cache: each times a power of two, so that its largest number lies near 2^14.
+// What is then too small for fp16 is less than 2^-38 of it.
+template <class C>
+__device__ inline void narrow_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
+  using T = typename Smem<C>::TileQ;
+  constexpr int kPairs = (C::kHeadDim / 2 + 31) / 32;  // of a lane
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; row < C::kBlockM; row += C::kWarps) {
+    const typename C::Element* const gQ = query_row<C>(p, e, g, row);
+    float x[kPairs][2], largest = 0;
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int d = 2 * (lane + 32 * n) + c;
+        x[n][c] = gQ && d < p.head_dim ? widen(gQ[d]) : 0.0f;
+        largest = fmaxf(largest, fabsf(x[n][c]));
+      }
+    }
+    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, distance));
+    const int exponent = min(127 + 14 + 127 - (__float_as_int(largest) >> 23), 253);  // as float32 has it
+    const float scale = __int_as_float(exponent << 23);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int place = place_in_row(2 * (lane + 32 * n));
+      if (C::kHeadDim % 64 != 0 && place >= C::kHeadDim) continue;
+      *reinterpret_cast<unsigned*>(smem.q + T::at(row, place / 8) + place % 8 * 2) = pack(x[n][0] * scale, x[n][1] * scale, Half{});
+    }
+    if (lane == 0 && gQ) {
+      const long long head = g.b * p.k_descale_stride_batch + g.h_kv * p.k_descale_stride_head;
+      smem.row_scale[row] = __int_as_float((254 - exponent) << 23) * descale_of(p.k_descale, p.k_descale_of_all, head);
+    }
+  }
+}
+
 // Scope: block. Queues the copy of a segment's rows.
 template <class C>
 __device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
   using Element = typename C::Element;
   using T = typename Smem<C>::TileQ;
+  if constexpr (kQuantised<C>) return narrow_queries<C>(p, e, g, smem);
   for (int n = threadIdx.x; n < C::kBlockM * T::kChunks; n += 32 * C::kWarps) {
     const int row = n / T::kChunks, chunk = n % T::kChunks;
-    const RowPlace<C> at(p, g, row);
-    const bool exists = g.row + row < e.rows && at.token < e.s.used_q;
-    const Element* gQ = static_cast<const Element*>(p.q) + g.b * p.q_stride_batch + at.h * p.q_stride_head +
-                        (rows_before<C>(e.s) + at.token) * p.q_stride_seq;
+    const Element* const gQ = query_row<C>(p, e, g, row);
+    const bool exists = gQ;
     if constexpr (C::kUnaligned) {
       auto* const to = reinterpret_cast<Element*>(smem.q + T::at(row, chunk));
       for (int k = 0; k < 8; ++k) to[k] = exists && 8 * chunk + k < p.head_dim ? gQ[8 * chunk + k] : Element{};
@@ -103,20 +152,23 @@ struct RowCopy {
   // Scope: warp. Queues a copy of kCount rows; `row_at(n)` says for the lane's row of the n-th time where it begins, null for no row.
   template <class C, int kCount, class RowAt>
   __device__ static void queue(char* tile, int width, RowAt row_at) {
+    using Cached = typename C::Cached;
+    constexpr int kPer = 16 / sizeof(Cached);  // elements of 16 bytes
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < (kCount + kRows - 1) / kRows; ++n) {
       const int row = n * kRows + lane / kLanes;
-      const typename C::Element* const from = row_at(n, row);
+      const Cached* const from = row_at(n, row);
       if (kCount % kRows != 0 && row >= kCount) continue;
 #pragma unroll
       for (int c = 0; c < T::kChunks / kLanes; ++c) {
         const int chunk = c * kLanes + lane % kLanes;
         if constexpr (C::kUnaligned) {
-          auto* const to = reinterpret_cast<typename C::Element*>(tile + T::at(row, chunk));
-          for (int k = 0; k < 8; ++k) to[k] = from && 8 * chunk + k < width ? from[8 * chunk + k] : typename C::Element{};
+          auto* const to = reinterpret_cast<Cached*>(tile + T::at(row, chunk));
+          for (int k = 0; k < kPer; ++k) to[k] = from && kPer * chunk + k < width ? from[kPer * chunk + k] : Cached{};
         } else {
-          cp_async_16(smem_address(tile + T::at(row, chunk)), from + 8 * chunk, from && 8 * chunk < width ? 16 : 0);
+          const int bytes = kQuantised<C> ? clamp(width - 16 * chunk, 0, 16) : 8 * chunk < width ? 16 : 0;
+          cp_async_16(smem_address(tile + T::at(row, chunk)), from + kPer * chunk, from ? bytes : 0);
         }
       }
     }
@@ -148,7 +200,7 @@ struct LaneRows {
 
 // S, as the product leaves it, becomes P in place, and O follows a reference that moves (softmax.cuh).
 template <class C>
-__device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const LaneRows<C>& rows, int first_key,
+__device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const LaneRows<C>& rows, const float* row_scale, int first_key,
                              float (&rS)[1][C::kBlockN / 8][4], float (&rO)[1][C::kHeadDimV / 8][4], float (&reference)[2],
                              float (&sum)[2]) {
   const float scale_log2 = kFused<C> ? fabsf(p.softmax_scale_log2) : 1.0f;
@@ -164,6 +216,7 @@ __device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const L
         float& score = rS[0][n][2 * r + c];
         const int key = first_key + 8 * n + 2 * (threadIdx.x % 4) + c;
         const bool visible = key >= rows.seen[r].first && key < rows.seen[r].last;
+        if constexpr (kQuantised<C>) score *= row_scale[threadIdx.x % 32 / 4 + 8 * r];
         if constexpr (!kFused<C>) {
           if (visible) score = score_step<C>(p, rows.context[r], e.s, score, rows.token[r], key) * static_cast<float>(kLog2E);
         }
@@ -206,7 +259,7 @@ __device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const L
 // The keys of a segment that are a warp's, as they come.
 template <class C>
 struct KeyStream {
-  using Element = typename C::Element;
+  using Element = typename C::Cached;
   using CopyK = RowCopy<typename Smem<C>::TileK>;
   using CopyV = RowCopy<typename Smem<C>::TileV>;
   const ForwardParams& p;
@@ -287,9 +340,17 @@ __device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const
     if (unit < g.unit) continue;
     const auto& stage = keys.stage(unit);
     float rS[1][C::kBlockN / 8][4];
-    multiply_qk<Element, typename S::TileQ, typename S::TileK, 1, C::kBlockN, C::kHeadDim>(rS, smem.q, stage.k, 0);
-    weigh<C>(p, e, rows, keys.key_of(unit), rS, rO, reference, sum);
-    multiply_pv<Element, typename S::TileV, 1, C::kBlockN, C::kHeadDimV>(rO, rS, stage.v);
+    if constexpr (kQuantised<C>) {
+      multiply_qk_bytes<C, typename S::TileQ, typename S::TileK, C::kBlockN, C::kHeadDim>(rS, smem.q, stage.k);
+    } else {
+      multiply_qk<Element, typename S::TileQ, typename S::TileK, 1, C::kBlockN, C::kHeadDim>(rS, smem.q, stage.k, 0);
+    }
+    weigh<C>(p, e, rows, smem.row_scale, keys.key_of(unit), rS, rO, reference, sum);
+    if constexpr (kQuantised<C>) {
+      multiply_pv_bytes<C, typename S::TileV, C::kBlockN, C::kHeadDimV>(rO, rS, stage.v);
+    } else {
+      multiply_pv<Element, typename S::TileV, 1, C::kBlockN, C::kHeadDimV>(rO, rS, stage.v);
+    }
   }
   cp_async_wait<0>();
   __syncthreads();  // the buffers become those of the results
@@ -303,8 +364,15 @@ __device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const
       smem.sum[warp][row] = sum[r];
     }
 #pragma unroll
-    for (int n = 0; n < C::kHeadDimV / 8; ++n) {
-      *reinterpret_cast<float2*>(&smem.out[warp][row][8 * n + 2 * (lane % 4)]) = float2{rO[0][n][2 * r], rO[0][n][2 * r + 1]};
+    for (int n = 0; n < C::kHeadDimV / 16; ++n) {
+      const float(&left)[4] = rO[0][2 * n], (&right)[4] = rO[0][2 * n + 1];
+      float* const out = &smem.out[warp][row][16 * n];
+      if constexpr (kQuantised<C>) {  // whose columns alternate
+        *reinterpret_cast<float4*>(out + 4 * (lane % 4)) = float4{left[2 * r], right[2 * r], left[2 * r + 1], right[2 * r + 1]};
+      } else {
+        *reinterpret_cast<float2*>(out + 2 * (lane % 4)) = float2{left[2 * r], left[2 * r + 1]};
+        *reinterpret_cast<float2*>(out + 8 + 2 * (lane % 4)) = float2{right[2 * r], right[2 * r + 1]};
+      }
     }
   }
   __syncthreads();
@@ -361,7 +429,10 @@ __device__ inline void write(const ForwardParams& p, const Extent<C>& e, const S
       merged.sum += merged.weight(sink);
     }
   }
-  const float scale = used && !merged.empty() ? 1.0f / merged.sum : 0.0f;
+  float scale = used && !merged.empty() ? 1.0f / merged.sum : 0.0f;
+  if constexpr (kQuantised<C>) {
+    if (used) scale *= descale_of(p.v_descale, p.v_descale_of_all, g.b * p.v_descale_stride_batch + g.h_kv * p.v_descale_stride_head);
+  }
   unsigned not_finite = 0;
   Out* const out = static_cast<Out*>(p.out) + g.b * p.out_stride_batch + at.h * p.out_stride_head +
                    (rows_before<C>(e.s) + at.token) * p.out_stride_seq;

@@ -85,6 +85,13 @@ __device__ inline unsigned pack(float low, float high, BFloat16) {
   return packed;
 }
 
+// Four numbers of e4m3 as fp16, two a register (sm_89).
+__device__ inline void widen_e4m3(unsigned (&pairs)[2], unsigned x) {
+  asm("{ .reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(x));
+}
+
 // a b + c on two 16-bit elements each.
 __device__ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c, Half) {
   unsigned d;

@@ -288,6 +288,12 @@ inline unsigned __ballot_sync(unsigned, bool x) {
 inline bool __any_sync(unsigned, bool x) { return __ballot_sync(0, x) != 0; }
 inline bool __all_sync(unsigned, bool x) { return __ballot_sync(0, x) == 0xffffffffu; }
 
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+  unsigned x = 0;
+  for (int n = 0; n < 4; ++n) x |= static_cast<unsigned>(bytes >> (selector >> 4 * n & 7) * 8 & 0xff) << 8 * n;
+  return x;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
 template <class T>
 T atomicAdd(T* p, T x) {

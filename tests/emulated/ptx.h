@@ -23,6 +23,14 @@ template <class Element>
 unsigned fma_pair(unsigned a, unsigned b, unsigned c, Element e) {
   return pack(as_float(a, e) * as_float(b, e) + as_float(c, e), as_float(a >> 16, e) * as_float(b >> 16, e) + as_float(c >> 16, e), e);
 }
+inline void widen_e4m3(unsigned (&pairs)[2], unsigned x) {
+  auto wide = [&](int n) {
+    const int code = x >> 8 * n & 0x7f;
+    const float size = code == 0x7f ? NAN : code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10);
+    return x >> 8 * n & 0x80 ? -size : size;
+  };
+  for (int n = 0; n < 2; ++n) pairs[n] = pack(wide(2 * n), wide(2 * n + 1), Half{});
+}
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? 0.0f : x; }
 inline float ex2(float x) { return flushed(std::exp2(x)); }
 inline float rcp(float x) { return 1.0f / x; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from cupyflash.variants import Row  # noqa: E402
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="g++ is not installed: it compiles the kernels for the CPU")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ROWS = [
-    pytest.param(row, dtype, id=f"{row.head_dim}-{dtype}")
-    for row, dtype in zip((row for row in variants.DECODE if row.family == "decode"), ("bfloat16", "float16", "bfloat16"), strict=True)
+    pytest.param(row, dtype, id=f"{row.config.tile}-{row.head_dim}-{dtype}")
+    for row, dtype in zip((row for row in variants.DECODE if row.family == "decode"), itertools.cycle(("bfloat16", "float16")), strict=False)
 ]
 
 
