@@ -84,6 +84,7 @@ _FLAGS = {
     "splits": "kSplits",
     "unaligned": "kUnaligned",
     "used": "kUsed",
+    "wholepages": "kWholePages",
 }
 
 

@@ -43,6 +43,7 @@ class Step(NamedTuple):
     args: tuple[str, ...]
     why: str
     boxes: tuple[tuple[str, int], ...] = ()  # the operands that are copied by tensor maps, and how many rows at a time
+    early: bool = False  # it may begin while the step before it ends: it waits itself for what it needs of it (sm_90)
 
 
 class Plan(NamedTuple):
@@ -89,7 +90,12 @@ def _decodes(p: AttentionProblem, device: DeviceSpec) -> bool:
 
 
 def decode(
-    p: AttentionProblem, device: DeviceSpec, split_size: int | None = None, num_splits: int | None = None, flags: tuple[str, ...] = ()
+    p: AttentionProblem,
+    device: DeviceSpec,
+    split_size: int | None = None,
+    num_splits: int | None = None,
+    flags: tuple[str, ...] = (),
+    page_size: int | None = None,
 ) -> Plan:
     """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys."""
     group_rows = p.num_heads_q // max(p.num_heads_kv, 1) * p.seqlen_q
@@ -99,24 +105,28 @@ def decode(
     variant, row = _choose(p, device, _decode_rows(tiles, device, flags), flags)
     c = variant.config
     assert isinstance(c, DecodeConfig)
+    if page_size and page_size % c.block_n == 0:  # the keys that a warp takes at a time lie in one
+        variant = variant._replace(flags=(*variant.flags, "wholepages"))
     args = tuple(name for name, used in _buffers(p).items() if used)
     if c.cluster > 1:
         return Plan((Step(variant, (tiles * c.cluster, 1, 1), variant.threads, variant.smem_bytes, args, row.why),))
     unit, batches = c.warps * c.block_n, 1 if p.packed else p.batch
     tiles = batches * p.num_heads_kv * (_ceil_div(group_rows, c.block_m) + (min(p.batch + 1, p.seqlen_q) if p.packed else 0))
-    # Two blocks an SM hide from one another where they begin and end something; with little to begin, one has less to merge.
-    blocks = device.num_sms * (c.blocks if tiles > 2 * device.num_sms else 1)
+    # Two blocks an SM hide from one another where they begin and end something; with little to begin, one has less to merge, but cannot
+    # widen bytes as fast as they come.
+    units = _ceil_div(p.seqlen_k, unit)
+    share = variant.quantised and tiles * units > 16 * device.num_sms or tiles > 2 * device.num_sms
+    blocks = device.num_sms * (min(c.blocks, 2) if share else 1)
     # A team of blocks reads heads that lie side by side: as many as divide the heads and leave at most 4 % of the blocks.
     team = max(n for n in range(1, 33) if max(p.num_heads_kv, 1) % n == 0 and 25 * (blocks % n) <= blocks)
     blocks -= blocks % team
-    units = _ceil_div(p.seqlen_k, unit)
     split_units = _ceil_div(split_size, unit) if split_size else 0
     most = min(num_splits, units) if num_splits else _ceil_div(units, split_units) if split_units else 0
     parts = tiles * most if most else 2 * blocks
     begin = Variant("decode_begin", "float32", 0, 0, (), _BY_WARPS)
     steps = (
         Step(begin, (_ceil_div(parts, begin.threads), 1, 1), begin.threads, 0, args, "counters of parts"),
-        Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why),
+        Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why, early=device.capability >= 90),
     )
     workspaces = (("part_out", parts * c.block_m * variant.head_dim_v * 4), ("part_lse", parts * c.block_m * 4), ("arrived", parts * 4))
     return Plan(steps, workspaces, team, splits=(split_units or -(num_splits or 0), parts))
@@ -128,9 +138,7 @@ def _decode_rows(tiles: int, device: DeviceSpec, flags: tuple[str, ...]) -> tupl
     configs = {row: row.config for row in DECODE if isinstance(row.config, DecodeConfig)}
     size = max((c.cluster for c in configs.values() if 0.9 * device.num_sms <= c.cluster * tiles <= device.num_sms), default=1)
     times = 2 if any(flag.startswith("cached") for flag in flags) else 1
-    return tuple(
-        row._replace(config=c._replace(block_n=times * c.block_n)) for row, c in configs.items() if c.cluster in (size, 1)
-    )
+    return tuple(row._replace(config=c._replace(block_n=times * c.block_n)) for row, c in configs.items() if c.cluster in (size, 1))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -196,7 +204,7 @@ def cached(problem: CacheProblem, device: DeviceSpec) -> Plan:
     if 0 not in (p.num_heads_q, p.seqlen_q) and (p.batch or p.packed):
         p = p._replace(seqused_k=True)  # lengths are always given
         if _decodes(p, device):
-            schedule = decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem))
+            schedule = decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size)
             kept = (*((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes), *schedule.workspaces)
             return schedule._replace(steps=(*steps, *schedule.steps), workspaces=kept)
         variant, row = _choose(p, device, CACHED, _cache_flags(problem))

@@ -47,36 +47,53 @@ struct Share {
   }
 };
 
-// Scope: block. How many pieces there are, and in which sequence the block's first one lies.
+// Where a team begins: in which sequence, and how many of its pieces lie before.
+struct Start {
+  int sequence, inside;
+};
+
+// Scope: block. How many pieces there are, and where the team begins. Up to 32 sequences each warp looks at by itself.
 template <class C>
-__device__ inline Share find_share(const ForwardParams& p, Smem<C>& smem, int team, int teams) {
+__device__ inline Share find_share(const ForwardParams& p, Smem<C>& smem, int team, int teams, Start& start) {
   constexpr int kThreads = 32 * C::kWarps;
-  const int count = num_sequences<C>(p), each = (count + kThreads - 1) / kThreads, first = threadIdx.x * each;
+  const int lane = threadIdx.x % 32, count = num_sequences<C>(p);
+  const bool alone = count <= 32;
+  const int each = alone ? 1 : (count + kThreads - 1) / kThreads, first = (alone ? lane : threadIdx.x) * each;
   int mine = 0;
+#pragma unroll 1
   for (int n = first; n < min(first + each, count); ++n) mine += Extent<C>(p, sequence_number<C>(n)).weight(p);
   int before = mine;
+#pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int more = __shfl_up_sync(kWarp, before, distance);
-    before += threadIdx.x % 32 >= distance ? more : 0;
+    before += lane >= distance ? more : 0;
   }
-  if (threadIdx.x % 32 == 31) smem.weights[threadIdx.x / 32] = before;
-  __syncthreads();
+  int total = __shfl_sync(kWarp, before, 31);
   before -= mine;
-  int total = 0;
-  for (int w = 0; w < C::kWarps; ++w) {
-    before += w < threadIdx.x / 32 ? smem.weights[w] : 0;
-    total += smem.weights[w];
+  if (!alone) {
+    if (lane == 31) smem.weights[threadIdx.x / 32] = total;
+    __syncthreads();
+    total = 0;
+    for (int w = 0; w < C::kWarps; ++w) {
+      before += w < threadIdx.x / 32 ? smem.weights[w] : 0;
+      total += smem.weights[w];
+    }
   }
   const Share share(total, team, teams);
-  if (share.begin < share.end && before <= share.begin && share.begin < before + mine) {
+  const bool here = share.begin < share.end && before <= share.begin && share.begin < before + mine;
+  if (alone) {
+    const int at = max(__ffs(__ballot_sync(kWarp, here)) - 1, 0);
+    start = {at, share.begin - __shfl_sync(kWarp, before, at)};
+    return share;
+  }
+  if (here) {
     int n = first;
-    if (each > 1) {
-      for (int weight; (weight = Extent<C>(p, sequence_number<C>(n)).weight(p)) <= share.begin - before; ++n) before += weight;
-    }
+    for (int weight; (weight = Extent<C>(p, sequence_number<C>(n)).weight(p)) <= share.begin - before; ++n) before += weight;
     smem.first_sequence = n;
     smem.first_inside = share.begin - before;
   }
   __syncthreads();
+  start = {smem.first_sequence, smem.first_inside};
   return share;
 }
 
@@ -94,7 +111,7 @@ __device__ inline void leave_part(const ForwardParams& p, long long slot, const 
 // other, 33 parts took 20 us.
 template <class C, class Slot>
 __device__ inline Merged<C> merge_parts(const ForwardParams& p, int item, int count, Slot slot) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 16;
   Merged<C> merged(item);
 #pragma unroll 1
   for (int first = 0; first < count; first += kAtOnce) {
@@ -124,11 +141,14 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
   constexpr int kThreads = 32 * C::kWarps;
   static_assert(C::kBlockM == 16, "rows of one mma");
   const int heads = p.section, team = blockIdx.x / heads, own_head = blockIdx.x - team * heads;
-  const Share share = find_share<C>(p, smem, team, gridDim.x / heads);
-  if (share.begin >= share.end) return;
+  Start start;
+  const Share share = find_share<C>(p, smem, team, gridDim.x / heads, start);
+  auto counters = [] {  // are zero from here on
+    if constexpr (C::kArch >= 90) wait_for_previous();
+  };
+  if (share.begin >= share.end) return counters();
   constexpr bool kSplits = C::kSplits;  // each is a part
-  int n = smem.first_sequence;
-  int inside = smem.first_inside;
+  int n = start.sequence, inside = start.inside;
   for (int piece = share.begin; piece < share.end;) {
     const int b = sequence_number<C>(n);
     const Extent<C> e(p, b);
@@ -146,6 +166,7 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
     if (threadIdx.x == 0) smem.lost = 0;
     load_queries<C>(p, e, g, smem);
     compute<C>(p, e, g, smem);
+    counters();
 
     // Parts are numbered by their piece; or by their team, which has two at most: what it begins with, and what it ends with.
     const int first = piece - from;

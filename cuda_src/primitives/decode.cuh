@@ -267,7 +267,7 @@ struct KeyStream {
   const Segment<C>& g;
   typename Smem<C>::Stage (&stages)[C::kStages];
   const Element *gK, *gV;  // where the head begins; not of pages, where the lane's first rows of the next copy do
-  int page;                // of the next copy, of the lane's key of threadIdx.x % kBlockN: as the table has it, which is read a step ahead
+  int page;  // of the next copy, as the table has it, which is read a step ahead: of its first key, or, of small pages, of the lane's own
 
   __device__ KeyStream(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem)
       : p(p), e(e), g(g), stages(smem.stages[threadIdx.x / 32]) {
@@ -284,9 +284,11 @@ struct KeyStream {
   __device__ int key_of(int unit) const { return unit * Extent<C>::kUnit + threadIdx.x / 32 * C::kBlockN; }
   __device__ const typename Smem<C>::Stage& stage(int unit) const { return stages[(unit - g.unit) % C::kStages]; }
   __device__ bool exists(int key) const { return key >= e.keys.first && key < e.keys.last; }
+  // The key of which the lane knows the page.
+  __device__ int own_key(int unit) const { return key_of(unit) + (C::kWholePages ? 0 : threadIdx.x % C::kBlockN); }
   __device__ int page_at(int unit) const {
-    const int key = key_of(unit) + threadIdx.x % C::kBlockN;
-    return exists(key) ? page_of(p, g.b, key) : 0;
+    const int key = own_key(unit);
+    return key + (C::kWholePages ? C::kBlockN - 1 : 0) >= e.keys.first && key < e.keys.last ? page_of(p, g.b, key) : 0;
   }
   __device__ void load(int unit) {
     if (unit < g.last_unit) {
@@ -294,9 +296,9 @@ struct KeyStream {
       const int key = key_of(unit);
       const Element *nowK = gK, *nowV = gV;
       if constexpr (C::kPaged) {
-        const int of = clamp(page, 0, p.num_pages - 1), slot = slot_in_page(p, key + threadIdx.x % C::kBlockN);
-        nowK += of * p.k_stride_batch + slot * p.k_stride_seq;
-        nowV += of * p.v_stride_batch + slot * p.v_stride_seq;
+        const int of = clamp(page, 0, p.num_pages - 1), slot = slot_in_page(p, own_key(unit)), lane = threadIdx.x % 32;
+        nowK += of * p.k_stride_batch + (slot + (C::kWholePages ? lane / CopyK::kLanes : 0)) * p.k_stride_seq;
+        nowV += of * p.v_stride_batch + (slot + (C::kWholePages ? lane / CopyV::kLanes : 0)) * p.v_stride_seq;
         page = page_at(unit + 1);
       } else {
         gK += Extent<C>::kUnit * p.k_stride_seq;
@@ -304,7 +306,7 @@ struct KeyStream {
       }
       auto row_at = [&](const Element* now, long long stride, int n, int row, int rows) {
         const Element* from;
-        if constexpr (C::kPaged) {
+        if constexpr (C::kPaged && !C::kWholePages) {
           from = reinterpret_cast<const Element*>(__shfl_sync(kWarp, reinterpret_cast<unsigned long long>(now), row % C::kBlockN));
         } else {
           from = now + n * rows * stride;

@@ -432,14 +432,14 @@ def test_latent_attention_reads_values_out_of_the_keys(rng: np.random.Generator)
 # --- parts -----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("rows", [1, 3])
 def weights_bound(dtype, bound):
     """How far a result may be off that is not rounded to q's dtype itself. The host path's weights are float32; tensor cores multiply
     weights of q's dtype, and the tests of a GPU put half a unit of those in the place of this function."""
     return bound
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_a_cascade_over_a_shared_prefix_is_the_whole(rng: np.random.Generator, dtype: str, rows: int) -> None:
     """The recipe of `merge_states`: the prefix once for the rows of all requests, what is each one's own, and both merged."""
     dtype, lengths, prefix, size = np.dtype(dtype), vector(5, 21, 0, 33), 48, 16
