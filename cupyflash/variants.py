@@ -220,11 +220,10 @@ class Variant(NamedTuple):
         key, key_v = c.block_n * _pitch_bytes(self.head_dim // narrow), c.block_n * _pitch_bytes(self.head_dim_v // narrow)
         if isinstance(c, FwdConfig):
             return row + c.stages * (key + key_v)
-        if isinstance(c, DecodeConfig):  # Q of some segments; in place of keys, O of a warp in float; the rest
-            pitch = self.head_dim_v + (0 if self.head_dim_v % 64 == 0 else 8)
-            stage = _round_up(max(key + key_v, c.block_m * pitch * 4), 128)
-            rest = c.warps * (2 * c.block_m + 1) * 4 + 16 + (2 + c.stages) * c.block_m * 4
-            return _round_up(c.stages * row + c.warps * c.stages * stage + rest, 128)
+        if isinstance(c, DecodeConfig):  # in place of the buffers, O of the warps in float; references, sums, shares
+            merged = c.warps * c.block_m * (self.head_dim_v + 8) * 4
+            rest = c.warps * (2 * c.block_m + 1) * 4 + 16 + 3 * c.block_m * 4
+            return _round_up(row + max(c.warps * c.stages * (key + key_v), _round_up(merged, 128)) + rest, 128)
         if isinstance(c, BwdRowsConfig):
             return row + row_v + c.stages * (key + key_v)
         if isinstance(c, BwdBiasConfig):
@@ -367,8 +366,7 @@ DECODE = (
     *(Row("decode_cluster", _HALF, 256, 90, True, DecodeConfig(16, 16, 2, 4, 1, n), "", "90a", longest=8192) for n in (16, 8, 4)),
     Row("decode", _HALF, 64, 80, True, DecodeConfig(16, 32, 3, 4, 2), ""),
     Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 3, 4, 2), ""),
-    Row("decode", _HALF, 64, 80, True, DecodeConfig(16, 32, 2, 4, 1), "not measured; 70 kB, for SMs of 100 kB"),
-    Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 2, 4, 1), "not measured; 74 kB, for SMs of 100 kB"),
+    Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 2, 4, 1), "not measured; 70 kB, for SMs of 100 kB"),
     Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 4, 1), ""),
     Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 2, 1), "not measured; 74 kB, for SMs of 100 kB"),
 )

@@ -135,37 +135,6 @@ __device__ inline Merged<C> merge_parts(const ForwardParams& p, int item, int co
   return merged;
 }
 
-// The segments of a block, in order.
-template <class C>
-struct Walk {
-  const ForwardParams& p;
-  int own_head, next_piece, end, n, inside;
-  int first, count;  // of the last segment: number of the first piece of its item (sequence, group of heads, block of rows), how many it has
-
-  __device__ bool next(Extent<C>& e, Segment<C>& g) {
-    if (next_piece >= end) return false;
-    int weight;
-    for (;; ++n, inside -= weight) {
-      const int b = sequence_number<C>(n);
-      e = Extent<C>(p, b);
-      g.b = b;
-      weight = e.weight(p);
-      if (inside < weight) break;
-    }
-    const int item = weight == e.pieces ? 0 : inside / e.pieces, from = inside - item * e.pieces;
-    const int head_group = e.row_blocks == 1 ? item : item / e.row_blocks;
-    g.h_kv = head_group * p.section + own_head;
-    g.row = (item - head_group * e.row_blocks) * C::kBlockM;
-    first = next_piece - from;
-    count = C::kSplits ? 1 : min(e.pieces - from, end - next_piece);  // each split is a part
-    g.unit = e.first_unit + from * e.piece_units;
-    g.last_unit = min(g.unit + count * e.piece_units, e.first_unit + e.units);
-    next_piece += count;
-    inside += count;
-    return true;
-  }
-};
-
 // Scope: block.
 template <class C>
 __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
@@ -174,36 +143,50 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
   const int heads = p.section, team = blockIdx.x / heads, own_head = blockIdx.x - team * heads;
   Start start;
   const Share share = find_share<C>(p, smem, team, gridDim.x / heads, start);
-  if (share.begin >= share.end) return;
-  Walk<C> walk{p, own_head, share.begin, share.end, start.sequence, start.inside};
-  KeyStream<C, Walk<C>> keys(p, smem, walk);
-  Extent<C> e;
-  Segment<C> g;
-  int done = 0;  // units
-#pragma unroll 1
-  for (int segment = 0; walk.next(e, g); ++segment) {
+  auto counters = [] {  // are zero from here on
+    if constexpr (C::kArch >= 90) wait_for_previous();
+  };
+  if (share.begin >= share.end) return counters();
+  constexpr bool kSplits = C::kSplits;  // each is a part
+  int n = start.sequence, inside = start.inside;
+  for (int piece = share.begin; piece < share.end;) {
+    const int b = sequence_number<C>(n);
+    const Extent<C> e(p, b);
+    const int weight = e.weight(p);
+    if (inside >= weight) {
+      inside -= weight;
+      ++n;
+      continue;
+    }
+    const int item = weight == e.pieces ? 0 : inside / e.pieces, from = inside - item * e.pieces;
+    const int count = kSplits ? 1 : min(e.pieces - from, share.end - piece);
+    const int unit = e.first_unit + from * e.piece_units, last_unit = min(unit + count * e.piece_units, e.first_unit + e.units);
+    const int head_group = e.row_blocks == 1 ? item : item / e.row_blocks, row = (item - head_group * e.row_blocks) * C::kBlockM;
+    const Segment<C> g{b, head_group * heads + own_head, row, unit, last_unit};
     if (threadIdx.x == 0) smem.lost = 0;
-    compute<C>(p, e, g, smem, keys, segment, done);
+    load_queries<C>(p, e, g, smem);
+    compute<C>(p, e, g, smem);
+    counters();
 
     // Parts are numbered by their piece; or by their team, which has two at most: what it begins with, and what it ends with.
-    const int first = walk.first;
-    bool whole = walk.count == e.pieces;
-    const int first_team = whole ? 0 : C::kSplits ? first : first >= share.begin ? team : share.team_of(first);
-    const int parts = whole ? 1 : C::kSplits ? e.pieces : share.team_of(first + e.pieces - 1) - first_team + 1;
+    const int first = piece - from;
+    bool done = count == e.pieces;
+    const int first_team = done ? 0 : kSplits ? first : first >= share.begin ? team : share.team_of(first);
+    const int parts = done ? 1 : kSplits ? e.pieces : share.team_of(first + e.pieces - 1) - first_team + 1;
     auto slot_of_team = [&](int team) { return 2 * team + (share.begin_of(team) < first ? 1 : 0); };
-    auto slot = [&](int part) { return (C::kSplits ? first + part : slot_of_team(first_team + part)) * heads + own_head; };
-    const int own_slot = (C::kSplits ? walk.next_piece - 1 : slot_of_team(team)) * heads + own_head;
+    auto slot = [&](int part) { return (kSplits ? first + part : slot_of_team(first_team + part)) * heads + own_head; };
+    const int own_slot = (kSplits ? piece : slot_of_team(team)) * heads + own_head;
     for (bool of_parts = false;; of_parts = true) {  // short code again: what the warps have, then perhaps what all blocks have
 #pragma unroll 1
       for (int m = threadIdx.x; m < min(e.rows - g.row, C::kBlockM) * Merged<C>::kOfRow; m += kThreads) {
-        const Merged<C> merged = of_parts ? merge_parts<C>(p, m, parts, slot) : merge_warps<C>(smem, last_stage<C>(done), m);
-        if (whole) {
+        const Merged<C> merged = of_parts ? merge_parts<C>(p, m, parts, slot) : merge_warps<C>(smem, m);
+        if (done) {
           write<C>(p, e, g, merged, smem.lost);
         } else {
           leave_part<C>(p, own_slot, merged);
         }
       }
-      if (whole) break;
+      if (done) break;
       __syncthreads();
       if (threadIdx.x == 0) {
         int* const arrived = p.arrived + first_team * heads + own_head;
@@ -212,11 +195,13 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
       }
       __syncthreads();
       if (!smem.is_last) break;
-      whole = true;
+      done = true;
     }
     __syncthreads();
     if (smem.lost) write_lost<C>(p, g, smem.lost);
-    __syncthreads();  // all have done with the results before the next keys come in their place
+    __syncthreads();  // all have done with the results before the next keys come
+    piece += count;
+    inside += count;
   }
 }
 

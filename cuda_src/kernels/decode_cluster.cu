@@ -16,7 +16,7 @@ __device__ inline Merged<C> merge_blocks(Smem<C>& smem, int n) {
   for (int block = 0; block < C::kCluster; ++block) {
     reference[block] = cluster_load(smem_address(&smem.block_reference[merged.row]), block);
     sum[block] = cluster_load(smem_address(&smem.block_sum[merged.row]), block);
-    cluster_load_4(x[block], smem_address(smem.stages[0][0].at(merged.row, merged.column)), block);
+    cluster_load_4(x[block], smem_address(&smem.out[0][merged.row][merged.column]), block);
   }
 #pragma unroll
   for (int block = 0; block < C::kCluster; ++block) merged.reference = fmaxf(merged.reference, reference[block]);
@@ -24,20 +24,6 @@ __device__ inline Merged<C> merge_blocks(Smem<C>& smem, int n) {
   for (int block = 0; block < C::kCluster; ++block) merged.add(reference[block], sum[block], x[block]);
   return merged;
 }
-
-// The one segment of a block.
-template <class C>
-struct Alone {
-  Extent<C> e;
-  Segment<C> g;
-  bool taken = false;
-
-  __device__ bool next(Extent<C>& next_e, Segment<C>& next_g) {
-    next_e = e;
-    next_g = g;
-    return !taken && (taken = true);
-  }
-};
 
 // Scope: block.
 template <class C>
@@ -49,14 +35,13 @@ __device__ inline void decode_cluster(const ForwardParams& p, Smem<C>& smem) {
   const int each = (e.units + C::kCluster - 1) / C::kCluster, last = e.first_unit + e.units;
   const Segment<C> g{0, h_kv, row, min(e.first_unit + rank * each, last), min(e.first_unit + (rank + 1) * each, last)};
   if (threadIdx.x == 0) smem.lost = 0;
-  KeyStream<C, Alone<C>> keys(p, smem, {e, g});
-  int done = 0;
-  compute<C>(p, e, g, smem, keys, 0, done);
+  load_queries<C>(p, e, g, smem);
+  compute<C>(p, e, g, smem);
   const int items = min(e.rows - g.row, C::kBlockM) * Merged<C>::kOfRow;
 #pragma unroll 1
   for (int m = threadIdx.x; m < items; m += kThreads) {
-    const Merged<C> merged = merge_warps<C>(smem, last_stage<C>(done), m);
-    for (int c = 0; c < 4; ++c) smem.stages[0][0].at(merged.row, merged.column)[c] = merged.out[c];  // which no other thread reads
+    const Merged<C> merged = merge_warps<C>(smem, m);
+    for (int c = 0; c < 4; ++c) smem.out[0][merged.row][merged.column + c] = merged.out[c];  // which no other thread reads
     if (merged.column == 0) {
       smem.block_reference[merged.row] = merged.reference;
       smem.block_sum[merged.row] = merged.sum;

@@ -19,7 +19,6 @@ struct Extent {
   int rows;       // of a key head: all tokens of all its query heads
   int row_blocks, first_unit, units, piece_units, pieces;
 
-  Extent() = default;
   __device__ Extent(const ForwardParams& p, int b) : s(sequence_of<C>(p, b)) {
     keys = visible_keys<C>(p, s, 0, s.used_q);
     keys.first = max(keys.first, b >= 0 && b < p.batch ? first_slot<C>(p, b) : 0);
@@ -44,27 +43,23 @@ struct Smem {
   static constexpr int kBytes = sizeof(typename C::Cached);
   using TileK = Tile<C::kBlockN, C::kHeadDim * kBytes / 2>;
   using TileV = Tile<C::kBlockN, C::kHeadDimV * kBytes / 2>;
-  // Rows of O: lanes of a row and of those around it write into different banks.
-  static constexpr bool kSwizzled = C::kHeadDimV % 64 == 0;
-  static constexpr int kPitch = C::kHeadDimV + (kSwizzled ? 0 : 8);
-  struct Keys {
+  static constexpr int kPitch = C::kHeadDimV + 8;  // of merged rows: lanes of a row and of the next seven fall into different banks
+  struct Stage {
     alignas(128) char k[TileK::kBytes];
     alignas(128) char v[TileV::kBytes];
   };
-  union Stage {
-    Keys keys;
-    float out[C::kBlockM * kPitch];  // what the warp has of a segment, in the place of its last keys
-    __device__ float* at(int row, int column) { return out + row * kPitch + (kSwizzled ? column ^ row % 8 * 8 : column); }
+  alignas(128) char q[TileQ::kBytes];
+  union {
+    Stage stages[C::kWarps][C::kStages];
+    float out[C::kWarps][C::kBlockM][kPitch];
   };
-  alignas(128) char q[C::kStages][TileQ::kBytes];  // of this segment and of those, a unit each, of which keys are on their way
-  Stage stages[C::kWarps][C::kStages];
   float reference[C::kWarps][C::kBlockM], sum[C::kWarps][C::kBlockM];
   int weights[C::kWarps];  // of the sequences of each warp
   int first_inside;        // where the block begins: how many pieces lie before it in that sequence
   int first_sequence;
   int is_last;
   unsigned lost;  // a bit for each row that left the range
-  float row_scale[C::kStages][C::kBlockM];  // of scores over a quantised cache
+  float row_scale[C::kBlockM];  // of scores over a quantised cache
   float block_reference[C::kBlockM], block_sum[C::kBlockM];  // decode_cluster.cu: of all warps, whose O is in the place of the first one's
 };
 
@@ -97,7 +92,7 @@ __device__ inline const typename C::Element* query_row(const ForwardParams& p, c
 // Scope: block. The rows of a segment as fp16, for a quantised cache: each times a power of two, so that its largest number lies near 2^14.
 // What is then too small for fp16 is less than 2^-38 of it.
 template <class C>
-__device__ inline void narrow_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, char* sQ, float* row_scale) {
+__device__ inline void narrow_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
   using T = typename Smem<C>::TileQ;
   constexpr int kPairs = (C::kHeadDim / 2 + 31) / 32;  // of a lane
   const int lane = threadIdx.x % 32;
@@ -120,30 +115,30 @@ __device__ inline void narrow_queries(const ForwardParams& p, const Extent<C>& e
     for (int n = 0; n < kPairs; ++n) {
       const int place = place_in_row(2 * (lane + 32 * n));
       if (C::kHeadDim % 64 != 0 && place >= C::kHeadDim) continue;
-      *reinterpret_cast<unsigned*>(sQ + T::at(row, place / 8) + place % 8 * 2) = pack(x[n][0] * scale, x[n][1] * scale, Half{});
+      *reinterpret_cast<unsigned*>(smem.q + T::at(row, place / 8) + place % 8 * 2) = pack(x[n][0] * scale, x[n][1] * scale, Half{});
     }
     if (lane == 0 && gQ) {
       const long long head = g.b * p.k_descale_stride_batch + g.h_kv * p.k_descale_stride_head;
-      row_scale[row] = __int_as_float((254 - exponent) << 23) * descale_of(p.k_descale, p.k_descale_of_all, head);
+      smem.row_scale[row] = __int_as_float((254 - exponent) << 23) * descale_of(p.k_descale, p.k_descale_of_all, head);
     }
   }
 }
 
 // Scope: block. Queues the copy of a segment's rows.
 template <class C>
-__device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, char* sQ, float* row_scale) {
+__device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
   using Element = typename C::Element;
   using T = typename Smem<C>::TileQ;
-  if constexpr (kQuantised<C>) return narrow_queries<C>(p, e, g, sQ, row_scale);
+  if constexpr (kQuantised<C>) return narrow_queries<C>(p, e, g, smem);
   for (int n = threadIdx.x; n < C::kBlockM * T::kChunks; n += 32 * C::kWarps) {
     const int row = n / T::kChunks, chunk = n % T::kChunks;
     const Element* const gQ = query_row<C>(p, e, g, row);
     const bool exists = gQ;
     if constexpr (C::kUnaligned) {
-      auto* const to = reinterpret_cast<Element*>(sQ + T::at(row, chunk));
+      auto* const to = reinterpret_cast<Element*>(smem.q + T::at(row, chunk));
       for (int k = 0; k < 8; ++k) to[k] = exists && 8 * chunk + k < p.head_dim ? gQ[8 * chunk + k] : Element{};
     } else {
-      cp_async_16(smem_address(sQ + T::at(row, chunk)), gQ + 8 * chunk, exists && 8 * chunk < p.head_dim ? 16 : 0);
+      cp_async_16(smem_address(smem.q + T::at(row, chunk)), gQ + 8 * chunk, exists && 8 * chunk < p.head_dim ? 16 : 0);
     }
   }
 }
@@ -261,30 +256,21 @@ __device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const L
   }
 }
 
-// The keys of all segments of a block that are a warp's, as they come; `walk.next` says which segments. The first ones of a segment, and its
-// rows, are on their way before the segment before it ends.
-template <class C, class Walk>
+// The keys of a segment that are a warp's, as they come.
+template <class C>
 struct KeyStream {
   using Element = typename C::Cached;
   using CopyK = RowCopy<typename Smem<C>::TileK>;
   using CopyV = RowCopy<typename Smem<C>::TileV>;
   const ForwardParams& p;
-  Smem<C>& smem;
-  Walk walk;
-  Extent<C> e;
-  Segment<C> g;
-  bool more;
-  int unit, loaded = 0, segment = -1;
+  const Extent<C>& e;
+  const Segment<C>& g;
+  typename Smem<C>::Stage (&stages)[C::kStages];
   const Element *gK, *gV;  // where the head begins; not of pages, where the lane's first rows of the next copy do
   int page;  // of the next copy, as the table has it, which is read a step ahead: of its first key, or, of small pages, of the lane's own
 
-  __device__ KeyStream(const ForwardParams& p, Smem<C>& smem, const Walk& walk) : p(p), smem(smem), walk(walk) { unit = g.last_unit = 0; }
-  __device__ void begin() {
-    more = walk.next(e, g);
-    if (!more) return;
-    unit = g.unit;
-    ++segment;
-    load_queries<C>(p, e, g, smem.q[segment % C::kStages], smem.row_scale[segment % C::kStages]);
+  __device__ KeyStream(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem)
+      : p(p), e(e), g(g), stages(smem.stages[threadIdx.x / 32]) {
     gK = static_cast<const Element*>(p.k) + g.h_kv * p.k_stride_head;
     gV = static_cast<const Element*>(p.v) + g.h_kv * p.v_stride_head;
     if constexpr (C::kPaged) {
@@ -296,6 +282,7 @@ struct KeyStream {
     }
   }
   __device__ int key_of(int unit) const { return unit * Extent<C>::kUnit + threadIdx.x / 32 * C::kBlockN; }
+  __device__ const typename Smem<C>::Stage& stage(int unit) const { return stages[(unit - g.unit) % C::kStages]; }
   __device__ bool exists(int key) const { return key >= e.keys.first && key < e.keys.last; }
   // The key of which the lane knows the page.
   __device__ int own_key(int unit) const { return key_of(unit) + (C::kWholePages ? 0 : threadIdx.x % C::kBlockN); }
@@ -303,10 +290,9 @@ struct KeyStream {
     const int key = own_key(unit);
     return key + (C::kWholePages ? C::kBlockN - 1 : 0) >= e.keys.first && key < e.keys.last ? page_of(p, g.b, key) : 0;
   }
-  __device__ void load() {
-    if (unit == g.last_unit) begin();
-    if (more && unit < g.last_unit) {
-      auto& to = smem.stages[threadIdx.x / 32][loaded % C::kStages].keys;
+  __device__ void load(int unit) {
+    if (unit < g.last_unit) {
+      auto& to = stages[(unit - g.unit) % C::kStages];
       const int key = key_of(unit);
       const Element *nowK = gK, *nowV = gV;
       if constexpr (C::kPaged) {
@@ -329,60 +315,47 @@ struct KeyStream {
       };
       CopyK::template queue<C, C::kBlockN>(to.k, p.head_dim, [&](int n, int row) { return row_at(nowK, p.k_stride_seq, n, row, CopyK::kRows); });
       CopyV::template queue<C, C::kBlockN>(to.v, p.head_dim_v, [&](int n, int row) { return row_at(nowV, p.v_stride_seq, n, row, CopyV::kRows); });
-      ++unit;
-      ++loaded;
     }
     cp_async_commit();
   }
 };
 
-// Where a warp had its last keys, and then leaves its results.
+// Scope: block. Each warp its share of a segment's keys; O, references and sums go to shared memory.
 template <class C>
-__device__ inline int last_stage(int done) {
-  return (done + C::kStages - 1) % C::kStages;
-}
-
-// Scope: block. Each warp its share of a segment's keys; O, references and sums go to shared memory. Number `segment` of the block, before
-// which `done` units were.
-template <class C, class Walk>
-__device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem, KeyStream<C, Walk>& keys,
-                               int segment, int& done) {
+__device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
   using Element = typename C::Element;
   using S = Smem<C>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const char* const sQ = smem.q[segment % C::kStages];
-  const float* const row_scale = smem.row_scale[segment % C::kStages];
   float rO[1][C::kHeadDimV / 8][4] = {};
   float reference[2] = {-infinity(0.0f), -infinity(0.0f)}, sum[2] = {};
+  KeyStream<C> keys(p, e, g, smem);
   const LaneRows<C> rows(p, e, g);
-  const int ahead = segment == 0 ? C::kStages - 1 : 0;  // the first begins with copies alone: short code is there sooner
 #pragma unroll 1
-  for (int unit = g.unit - ahead; unit < g.last_unit; ++unit) {
+  for (int unit = g.unit - (C::kStages - 1); unit < g.last_unit; ++unit) {  // it begins with copies alone: short code is there sooner
     if (unit >= g.unit) cp_async_wait<C::kStages - 2>();
     if (unit == g.unit) {
       __syncthreads();  // the rows have arrived, too
     } else {
       __syncwarp();  // its keys have arrived for all lanes, and all have done with those before them
     }
-    keys.load();
+    keys.load(unit + C::kStages - 1);
     if (unit < g.unit) continue;
-    const auto& stage = smem.stages[warp][done++ % C::kStages].keys;
-    const int first_key = keys.key_of(unit);
+    const auto& stage = keys.stage(unit);
     float rS[1][C::kBlockN / 8][4];
     if constexpr (kQuantised<C>) {
-      multiply_qk_bytes<C, typename S::TileQ, typename S::TileK, C::kBlockN, C::kHeadDim>(rS, sQ, stage.k);
+      multiply_qk_bytes<C, typename S::TileQ, typename S::TileK, C::kBlockN, C::kHeadDim>(rS, smem.q, stage.k);
     } else {
-      multiply_qk<Element, typename S::TileQ, typename S::TileK, 1, C::kBlockN, C::kHeadDim>(rS, sQ, stage.k, 0);
+      multiply_qk<Element, typename S::TileQ, typename S::TileK, 1, C::kBlockN, C::kHeadDim>(rS, smem.q, stage.k, 0);
     }
-    weigh<C>(p, e, rows, row_scale, first_key, rS, rO, reference, sum);
+    weigh<C>(p, e, rows, smem.row_scale, keys.key_of(unit), rS, rO, reference, sum);
     if constexpr (kQuantised<C>) {
       multiply_pv_bytes<C, typename S::TileV, C::kBlockN, C::kHeadDimV>(rO, rS, stage.v);
     } else {
       multiply_pv<Element, typename S::TileV, 1, C::kBlockN, C::kHeadDimV>(rO, rS, stage.v);
     }
   }
-  auto& results = smem.stages[warp][last_stage<C>(done)];
-  __syncwarp();  // all lanes have done with these keys
+  cp_async_wait<0>();
+  __syncthreads();  // the buffers become those of the results
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = lane / 4 + 8 * r;
@@ -395,12 +368,12 @@ __device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 16; ++n) {
       const float(&left)[4] = rO[0][2 * n], (&right)[4] = rO[0][2 * n + 1];
-      const int column = 16 * n + 2 * (lane % 4);
+      float* const out = &smem.out[warp][row][16 * n];
       if constexpr (kQuantised<C>) {  // whose columns alternate
-        *reinterpret_cast<float4*>(results.at(row, column + 2 * (lane % 4))) = float4{left[2 * r], right[2 * r], left[2 * r + 1], right[2 * r + 1]};
+        *reinterpret_cast<float4*>(out + 4 * (lane % 4)) = float4{left[2 * r], right[2 * r], left[2 * r + 1], right[2 * r + 1]};
       } else {
-        *reinterpret_cast<float2*>(results.at(row, column)) = float2{left[2 * r], left[2 * r + 1]};
-        *reinterpret_cast<float2*>(results.at(row, column + 8)) = float2{right[2 * r], right[2 * r + 1]};
+        *reinterpret_cast<float2*>(out + 2 * (lane % 4)) = float2{left[2 * r], left[2 * r + 1]};
+        *reinterpret_cast<float2*>(out + 8 + 2 * (lane % 4)) = float2{right[2 * r], right[2 * r + 1]};
       }
     }
   }
@@ -434,13 +407,13 @@ struct Merged {
 
 // Scope: thread. What the warps have.
 template <class C>
-__device__ inline Merged<C> merge_warps(Smem<C>& smem, int stage, int n) {
+__device__ inline Merged<C> merge_warps(const Smem<C>& smem, int n) {
   Merged<C> merged(n);
 #pragma unroll
   for (int w = 0; w < C::kWarps; ++w) merged.reference = fmaxf(merged.reference, smem.reference[w][merged.row]);
 #pragma unroll
   for (int w = 0; w < C::kWarps; ++w) {
-    merged.add(smem.reference[w][merged.row], smem.sum[w][merged.row], smem.stages[w][stage].at(merged.row, merged.column));
+    merged.add(smem.reference[w][merged.row], smem.sum[w][merged.row], &smem.out[w][merged.row][merged.column]);
   }
   return merged;
 }
