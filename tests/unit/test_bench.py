@@ -311,7 +311,7 @@ def test_compare_times_packed_sequences(monkeypatch, backward, deterministic):
         function = getattr(cupyflash, name)
         monkeypatch.setattr(cupyflash, name, lambda *arrays, f=function, n=name, **o: called.append((n, o)) or f(*arrays, **o))
     case = replace(PACKED, backward=backward, deterministic=deterministic)
-    everyone = peers.peers_at("host", packed=True)
+    everyone = peers.peers_at("host", keys="packed")
     ours, dense, formula = peers.compare(case, everyone, min_s=0.01).outcomes
     assert ours.verdict.ok, str(ours.verdict)
     assert ours.timing
@@ -344,7 +344,7 @@ def test_equal_lengths_are_timed_beside_the_dense_call(monkeypatch, case):
 
 
 def test_peers_of_packed_sequences_are_not_asked_for_others():
-    names = [{peer.name for peer in peers.peers_at("gpu", packed=packed)} for packed in (False, True)]
+    names = [{peer.name for peer in peers.peers_at("gpu", keys=keys)} for keys in ("", "packed")]
     assert names[1] - names[0] == {"cupyflash-dense", "torch-varlen"}
     assert names[0] < names[1]
     assert [peer.name for peer in peers.peers_at("gpu", ["torch-varlen"])] == ["torch-varlen"]
