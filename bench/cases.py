@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}  # name -> what the tables print
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+CACHE_DTYPES = {"float8_e4m3fn": "fp8", "int8": "int8"}  # what a cache may be kept in beside these
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "int8": 1}
+DESCALE = 1 / 16  # of keys and values in CACHE_DTYPES: normal ones are then numbers up to a hundred, which both have
 EXTRAS = ("alibi", "bias", "mask", "sink", "seqused")
 SEED = 2026  # of everything that is drawn once for all machines
 
 
 class Inputs(NamedTuple):
-    """The arrays of a case, of whatever library the place where they are has; `options` are the keywords that attention() takes, or
-    attention_varlen(), `dout` is the gradient of its result for a case of the backward."""
+    """The arrays of a case, of whatever library the place where they are has; `options` are the keywords that the case's `function` takes,
+    `dout` is the gradient of its result for a case of the backward."""
 
     q: Any
     k: Any
@@ -64,6 +66,16 @@ class Case:
         return "bwd" if self.backward else "decode" if self.seqlen_q == 1 and not self.lengths else "fwd"
 
     @property
+    def function(self) -> str:
+        """The name of the library's function that computes it, or for the backward the forward before it."""
+        return "attention_varlen" if self.lengths else "attention"
+
+    @property
+    def dtypes(self) -> tuple[str, str, str]:
+        """Of q, k and v."""
+        return self.dtype, self.dtype, self.dtype
+
+    @property
     def equal(self) -> bool:
         """Whether all sequences have one length, as they have where there is a batch axis."""
         return len(set(self.lengths)) <= 1
@@ -91,6 +103,11 @@ class Case:
             return b, rows, head
         first = int(self.cu_seqlens[b])
         return slice(first + rows.start, first + rows.stop, rows.step), head
+
+    def keys_at(self, inputs: Inputs, b: int, keys: slice, head: int) -> tuple[Any, Any]:
+        """Keys of sequence b and their values, of one key head, where the inputs are."""
+        where = self.at(b, keys, head)
+        return inputs.k[where], inputs.v[where]
 
     def visible_keys(self) -> tuple[Array, Array]:
         """The first key that each query of a sequence sees, and one past its last: what causal and window leave. `extras` do not count.
@@ -124,7 +141,8 @@ class Case:
         """q, k, v and out, and of a backward their gradients, each once: the least that any implementation moves."""
         tokens_q, tokens_k = self.tokens
         rows_q, rows_k = tokens_q * self.num_heads_q, tokens_k * self.num_heads_kv
-        return (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype] * (2 if self.backward else 1)
+        size_q, size_k, _ = (ITEMSIZE[name] for name in self.dtypes)
+        return (rows_q * size_q + rows_k * size_k) * (self.head_dim + self.head_dim_v) * (2 if self.backward else 1)
 
     @property
     def num_scores(self) -> int:
@@ -164,26 +182,26 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords that are no arrays and that attention() and attention_varlen() have in common."""
+        """The keywords that are no arrays and that all functions have in common."""
         names = ("window_size", "softmax_scale", "softcap")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {"causal": self.causal, **given, **({"return_lse": True} if self.return_lse else {})}
 
     @property
     def packing(self) -> dict[str, Any]:
-        """The keywords that say where the packed sequences are; none where there is a batch axis."""
+        """The keywords that say where in the arrays the sequences are; none where a batch axis says it."""
         return {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k} if self.lengths else {}
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Normal q, k, v and dout and the arrays of `extras` in host memory, the same for the same seed."""
         rng = np.random.default_rng(seed)
-        dtype = numpy_dtype(self.dtype)
         B, Sq, Sk, Hq = self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q
 
-        def normal(*shape: int) -> Array:
-            return rng.standard_normal(shape, dtype=np.float32).astype(dtype, copy=False)
+        def normal(*shape: int, dtype: str = self.dtype) -> Array:
+            x = rng.standard_normal(shape, dtype=np.float32)
+            return (x / DESCALE if dtype in CACHE_DTYPES else x).astype(numpy_dtype(dtype), copy=False)
 
-        q, k, v = (normal(*shape) for shape in self.shapes)
+        q, k, v = (normal(*shape, dtype=dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
         options = {**self.options, **self.packing}
         if "alibi" in self.extras:  # the paper's slopes: 2^(-8/H), 2^(-16/H), ...
             options["alibi_slopes"] = np.exp2(-8.0 / Hq * np.arange(1, Hq + 1)).astype(np.float32)
@@ -198,6 +216,62 @@ class Case:
             options["seqused_q"] = np.linspace(Sq, 0, B).astype(np.int32)
             options["seqused_k"] = np.linspace(Sk, 0, B).astype(np.int32)
         return Inputs(q, k, v, options, normal(*self.out_shape) if self.backward else None)
+
+
+@dataclass(frozen=True)
+class CacheCase(Case):
+    """Attention of each sequence's last `seqlen_q` tokens over the `seqlen_k` keys that a cache holds of it, theirs among them: one token
+    of a decode, or a chunk of a prefill.
+
+    The cache is one array with a batch axis or, with a `page_size`, pages in any order. `cache_dtype` is one of CACHE_DTYPES, whose numbers
+    times DESCALE are keys and values, or "" for q's."""
+
+    page_size: int = 0
+    cache_dtype: str = ""
+
+    @property
+    def mode(self) -> str:
+        return "decode"
+
+    @property
+    def function(self) -> str:
+        return "attention_with_kvcache"
+
+    @property
+    def dtypes(self) -> tuple[str, str, str]:
+        kept = self.cache_dtype or self.dtype
+        return self.dtype, kept, kept
+
+    @cached_property
+    def page_table(self) -> Array:
+        """(B, pages of a sequence): the pages of all sequences, shuffled."""
+        pages = -(-self.seqlen_k // self.page_size)
+        return np.random.default_rng(SEED).permutation(self.batch * pages).astype(np.int32).reshape(self.batch, pages)
+
+    @property
+    def label(self) -> str:
+        kept = [CACHE_DTYPES[self.cache_dtype]] if self.cache_dtype else []
+        return " ".join((f"{super().label},", *kept, f"pages of {self.page_size}" if self.page_size else "cache"))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        q, *cache = super().shapes
+        if not self.page_size:
+            return q, *cache
+        return q, *((self.page_table.size, self.page_size, *shape[2:]) for shape in cache)
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        pages = {"page_table": self.page_table} if self.page_size else {}
+        scales = {"k_descale": DESCALE, "v_descale": DESCALE} if self.cache_dtype else {}
+        return {"cache_seqlens": np.full(self.batch, self.seqlen_k, np.int32), **pages, **scales}
+
+    def keys_at(self, inputs: Inputs, b: int, keys: slice, head: int) -> tuple[Any, Any]:
+        if not self.page_size:
+            return super().keys_at(inputs, b, keys, head)
+        pages = inputs.options["page_table"][b]  # of the library of k and v, which alone can be their index
+        k, v = (x[:, :, head][pages].reshape(-1, x.shape[-1])[keys] for x in (inputs.k, inputs.v))
+        return k, v
 
 
 def packed(lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -227,8 +301,8 @@ def short(size: int) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of that name; bfloat16 is ml_dtypes' (ImportError where that is not installed)."""
-    return np.dtype(importlib.import_module("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+    """NumPy's dtype of that name; bfloat16 and float8 are ml_dtypes' (ImportError where that is not installed)."""
+    return np.dtype(getattr(importlib.import_module("ml_dtypes"), name) if name in ("bfloat16", "float8_e4m3fn") else name)
 
 
 def available_dtypes() -> tuple[str, ...]:

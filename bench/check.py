@@ -114,6 +114,7 @@ def _out_spots(case: Case, inputs: Inputs, place: Place, rows: int = 32) -> Spot
     times its own size where that is below 1.
     """
     parts = []
+    k_descale, v_descale = (inputs.options.get(name, 1.0) for name in ("k_descale", "v_descale"))
     for b in _sequences(case):
         one = case.alone(b)
         first_key, end_key = one.visible_keys()
@@ -122,10 +123,10 @@ def _out_spots(case: Case, inputs: Inputs, place: Place, rows: int = 32) -> Spot
             start, h_kv = max(end - rows, 0), h * case.num_heads_kv // case.num_heads_q
             first, last = first_key[start:end, None], end_key[start:end, None]
             keys = slice(int(first.min()), int(last.max()))
-            where, where_k = case.at(b, slice(start, end), h), case.at(b, keys, h_kv)
-            q, k, v = (place.fetch(x) for x in (inputs.q[where], inputs.k[where_k], inputs.v[where_k]))
+            where = case.at(b, slice(start, end), h)
+            q, k, v = (place.fetch(x) for x in (inputs.q[where], *case.keys_at(inputs, b, keys, h_kv)))
             j = np.arange(keys.start, keys.stop)
-            expected = _weights(case, q, k, (first <= j) & (j < last))[0] @ v
+            expected = _weights(case, k_descale * q, k, (first <= j) & (j < last))[0] @ v * v_descale
             size = np.sqrt((expected * expected).mean(axis=-1, keepdims=True))
             parts.append(Spot(0, where, expected, np.clip(3 * size, 1e-9, 1) + np.abs(expected)))
     return Spots(inputs, parts, LIMITS[case.dtype])

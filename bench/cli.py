@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import math
 import os
@@ -23,7 +25,19 @@ import cupyflash
 from . import check as checking
 from . import gpu, kernels, tune
 from . import peers as contestants
-from .cases import DTYPES, Case, available_dtypes, check_suite, drawn_lengths, gpu_tour_suite, packed, short, tour_suite
+from .cases import (
+    CACHE_DTYPES,
+    DTYPES,
+    CacheCase,
+    Case,
+    available_dtypes,
+    check_suite,
+    drawn_lengths,
+    gpu_tour_suite,
+    packed,
+    short,
+    tour_suite,
+)
 from .machine import diagnose, environment, nvidia_driver
 from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
 from .report import Report, console
@@ -34,12 +48,12 @@ TOKENS, LONGEST = 32768, 8192  # of packed sequences, where nothing else is said
 TOUR_S = 22.0  # a case that would not be over by then is left out: the tour promises half a minute, also on a slow machine
 
 
-def as_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def as_sizes(ctx: click.Context, param: click.Parameter, value: str | None, *, least: int = 1) -> tuple[int, ...] | None:
     """Sizes in a list: "512", "4k", "1k,4k", "512:16k:x2" (each one twice the last)."""
 
     def size(text: str) -> int:
         number = int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
-        if number < 1:
+        if number < least:
             raise ValueError
         return number
 
@@ -65,6 +79,16 @@ def as_size(ctx: click.Context, param: click.Parameter, value: str | None) -> in
     if sizes is not None and len(sizes) != 1:
         raise click.BadParameter(f"{value!r} is not one size: write 512 or 4k")
     return sizes[0] if sizes else None
+
+
+def as_cells(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[tuple[int, int], ...] | None:
+    """Sequences and keys in pairs: "1:64k,32:8k"."""
+    if value is None:
+        return None
+    cells = [as_sizes(ctx, param, cell.replace(":", ",")) or () for cell in value.split(",")]
+    if any(len(cell) != 2 for cell in cells):
+        raise click.BadParameter(f"{value!r} has something else than sequences:keys: write 1:64k,32:8k")
+    return tuple((batch, keys) for batch, keys in cells)
 
 
 def as_pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
@@ -229,43 +253,17 @@ def tour(device: str | None, json_file: str | None) -> int:
     return exit_code(found)
 
 
-DATA_OPTIONS = (
-    click.option("--dim", callback=as_pairs, default="64", show_default=True, metavar="192-128", help="Of q, k - of v; also 64,128."),
-    click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
-)
-HOW_OPTIONS = (
-    click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
-    click.option(
-        "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
-    ),
-)
-PACKED_OPTIONS = (
-    click.option("--varlen", is_flag=True, help="Sequences of many lengths packed in an array, 32k --tokens in all; with --seqlen of one."),
-    click.option("--longest", callback=as_size, metavar="SIZE", help="The longest sequence of --varlen; default 8k."),
-)
-SIZES = "SIZES are lists: 512, 4k, 1k,4k or 512:16k:x2 (each twice the last). Every combination is timed."
+def data_options(dim: str) -> tuple[Callable[[F], F], ...]:
+    return (
+        click.option("--dim", callback=as_pairs, default=dim, show_default=True, metavar="192-128", help="Of q, k - of v; also 64,128."),
+        click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
+    )
 
 
-def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
-    """What `fwd`, `bwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something
-    for tuning, and its own defaults of what it has without, too."""
+def peer_options(default: str | None) -> tuple[Callable[[F], F], ...]:
     names = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
-    options = (
-        click.option("--batch", callback=as_sizes, metavar="SIZES", help="Sequences; default 1."),
-        click.option("--seqlen", callback=as_sizes, metavar="SIZES", help="Queries, and keys as many; default 1k."),
-        click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
-        click.option("--tokens", callback=as_sizes, metavar="SIZES", help="As many sequences as make this many queries; not --batch."),
-        *(() if tuning else PACKED_OPTIONS),
-        click.option(
-            "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
-        ),
-        *(() if tuning else DATA_OPTIONS),
-        click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
-        click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
-        click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
-        click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
-        click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
-        click.option("--peers", callback=as_names, default=default_peers, show_default=True, metavar="NAMES", help=f"all, or of {names}."),
+    return (
+        click.option("--peers", callback=as_names, default=default, show_default=True, metavar="NAMES", help=f"all, or of {names}."),
         click.option(
             "--site",
             multiple=True,
@@ -275,16 +273,50 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
             metavar="DIR",
             help="A folder of packages with peers, .pth files and all.",
         ),
-        click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, bwd_sm80, ..."),
-        *(() if tuning else HOW_OPTIONS),
-        click.option("--cold/--warm", default=True, show_default=True, help="Inputs out of the GPU's L2 cache, or left in it."),
-        click.option("--rounds", type=click.IntRange(min=1), default=MIN_ROUNDS, show_default=True, help="At least as many a peer."),
-        click.option(
-            "--min-time", type=click.FloatRange(min=0.01), default=0.5, show_default=True, metavar="S", help="Seconds of rounds a peer."
-        ),
-        *(() if tuning else (device_option,)),
-        json_option,
     )
+
+
+batch_option = click.option("--batch", callback=as_sizes, metavar="SIZES", help="Sequences; default 1.")
+HOW_OPTIONS = (
+    click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
+    click.option(
+        "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
+    ),
+)
+ROUND_OPTIONS = (
+    click.option("--cold/--warm", default=True, show_default=True, help="Inputs out of the GPU's L2 cache, or left in it."),
+    click.option("--rounds", type=click.IntRange(min=1), default=MIN_ROUNDS, show_default=True, help="At least as many a peer."),
+    click.option(
+        "--min-time", type=click.FloatRange(min=0.01), default=0.5, show_default=True, metavar="S", help="Seconds of rounds a peer."
+    ),
+)
+PACKED_OPTIONS = (
+    click.option("--varlen", is_flag=True, help="Sequences of many lengths packed in an array, 32k --tokens in all; with --seqlen of one."),
+    click.option("--longest", callback=as_size, metavar="SIZE", help="The longest sequence of --varlen; default 8k."),
+)
+CACHE_OPTIONS = (
+    batch_option,
+    click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys of each sequence in the cache; default 8k."),
+    click.option("--cells", callback=as_cells, metavar="1:64k,32:8k", help="Pairs of the two, instead of every combination."),
+    click.option(
+        "--rows", callback=as_sizes, default="1", show_default=True, metavar="SIZES", help="New tokens of each sequence, its last; causal."
+    ),
+    click.option("--heads", callback=as_pairs, default="32/8", show_default=True, metavar="32/8,...", help="Query / key heads."),
+    click.option(
+        "--page-size",
+        callback=functools.partial(as_sizes, least=0),
+        default="0",
+        show_default=True,
+        metavar="SIZES",
+        help="Slots of a page; pages lie in any order. 0: a cache without pages.",
+    ),
+    click.option("--cache", type=click.Choice([*CACHE_DTYPES.values()]), help="What the cache is kept in; default --dtype."),
+)
+SIZES = "SIZES are lists: 512, 4k, 1k,4k or 512:16k:x2 (each twice the last). Every combination is timed."
+
+
+def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Options as one, listed by --help in this order."""
 
     def apply(function: F) -> F:
         for option in reversed(options):
@@ -292,6 +324,33 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
         return function
 
     return apply
+
+
+def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
+    """What `fwd`, `bwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something
+    for tuning, and its own defaults of what it has without, too."""
+    return all_of(
+        batch_option,
+        click.option("--seqlen", callback=as_sizes, metavar="SIZES", help="Queries, and keys as many; default 1k."),
+        click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
+        click.option("--tokens", callback=as_sizes, metavar="SIZES", help="As many sequences as make this many queries; not --batch."),
+        *(() if tuning else PACKED_OPTIONS),
+        click.option(
+            "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
+        ),
+        *(() if tuning else data_options("64")),
+        click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
+        click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
+        click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
+        click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
+        click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
+        *peer_options(default_peers),
+        click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, bwd_sm80, ..."),
+        *(() if tuning else HOW_OPTIONS),
+        *ROUND_OPTIONS,
+        *(() if tuning else (device_option,)),
+        json_option,
+    )
 
 
 @main.command(epilog=SIZES)
@@ -310,6 +369,17 @@ deterministic_option = click.option("--deterministic", is_flag=True, help="Gradi
 def bwd(deterministic: bool, **options: Any) -> int:
     """Time the backward pass of your own shapes: dq, dk and dv, from what the forward has left."""
     return time_cases(backward=True, deterministic=deterministic, **options)
+
+
+@main.command(epilog=SIZES)
+@all_of(*CACHE_OPTIONS, *data_options("128"), *peer_options("all"), *HOW_OPTIONS, *ROUND_OPTIONS, device_option, json_option)
+def decode(**options: Any) -> int:
+    """Time a few new tokens over a cache of keys, by every implementation found here.
+
+    One token is a step of a decode, limited by the bytes of the cache; --rows 512 is a chunk of a prefill. The keys of the new tokens are
+    in the cache already. Results are checked and peers found as `compare` does it.
+    """
+    return time_cases(cached=True, **options)
 
 
 @main.command(epilog=SIZES)
@@ -333,18 +403,19 @@ def time_cases(
     json_file: str | None,
     peers: tuple[str, ...] | None,
     list_peers: bool,
-    family: str | None,
     timer: str | None,
     cold: bool,
     rounds: int,
     min_time: float,
-    varlen: bool,
+    family: str | None = None,
+    varlen: bool = False,
+    cached: bool = False,
     backward: bool = False,
     **shapes: Any,
 ) -> int:
-    """What fwd, bwd and compare do."""
+    """What fwd, bwd, decode and compare do."""
     place = open_place(device)
-    chosen = contestants.peers_at(place.name, peers, packed=varlen)
+    chosen = contestants.peers_at(place.name, peers, keys="packed" if varlen else "cache" if cached else "")
     if list_peers:
         Report(console()).peers(contestants.versions(chosen))
         return GOOD
@@ -353,7 +424,7 @@ def time_cases(
     if timer is not None and timer not in place.timers:
         raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
     check_family(family, place, "BACKWARD" if backward else "FORWARD")
-    cases = as_cases(place, varlen=varlen, backward=backward, **shapes)
+    cases = cache_cases(place, **shapes) if cached else as_cases(place, varlen=varlen, backward=backward, **shapes)
     with ExitStack() as stack:
         report = open_report(json_file, stack, peers=contestants.versions(chosen), family=family)
         stack.enter_context(kernels.only_family(family))
@@ -385,11 +456,8 @@ def as_cases(
     deterministic: bool = False,
 ) -> list[Case]:
     """Every combination of the options, the head dims outermost."""
-    if heads is not None and heads[0] % heads[1]:
-        raise click.BadParameter(f"{heads[0]} query heads are no multiple of {heads[1]} key heads", param_hint="'--heads'")
-    name = dtype_name(dtype or ("bf16" if place.arch else "fp32"))
-    if name not in available_dtypes() and not (place.arch and gpu.torch_with_cuda()):
-        raise click.BadParameter("bfloat16 without torch needs ml_dtypes: pip install ml_dtypes", param_hint="'--dtype'")
+    check_heads(*([heads] if heads else []))
+    name = dtype_at(place, dtype)
     if varlen:
         shapes = packed_shapes(batch, seqlen, seqlen_k, tokens, longest)
     elif longest is not None:
@@ -403,6 +471,50 @@ def as_cases(
         hq, hkv = heads or (max(1, 2048 // d),) * 2
         cases.append(Case(num_heads_q=hq, num_heads_kv=hkv, head_dim=d, head_dim_v=dv, causal=masked, **shape, **how))
     return cases
+
+
+def check_heads(*pairs: tuple[int, int]) -> None:
+    for hq, hkv in pairs:
+        if hq % hkv:
+            raise click.BadParameter(f"{hq} query heads are no multiple of {hkv} key heads", param_hint="'--heads'")
+
+
+def dtype_at(place: Place, dtype: str | None) -> str:
+    """The dtype that was asked for, or the place's default."""
+    name = dtype_name(dtype or ("bf16" if place.arch else "fp32"))
+    if name not in available_dtypes() and not (place.arch and gpu.torch_with_cuda()):
+        raise click.BadParameter("bfloat16 without torch needs ml_dtypes: pip install ml_dtypes", param_hint="'--dtype'")
+    return name
+
+
+def cache_cases(
+    place: Place,
+    *,
+    batch: tuple[int, ...] | None,
+    seqlen_k: tuple[int, ...] | None,
+    cells: tuple[tuple[int, int], ...] | None,
+    rows: tuple[int, ...],
+    heads: tuple[tuple[int, int], ...],
+    page_size: tuple[int, ...],
+    cache: str | None,
+    dim: tuple[tuple[int, int], ...],
+    dtype: str | None,
+) -> list[CacheCase]:
+    """Every combination of the options, the head dims outermost, the pages innermost."""
+    check_heads(*heads)
+    if cells and (batch or seqlen_k):
+        raise click.BadParameter("its pairs say what --batch and --seqlen-k would", param_hint="'--cells'")
+    cells = cells or tuple(itertools.product(batch or (1,), seqlen_k or (8192,)))
+    if max(rows) > min(keys for _, keys in cells):
+        raise click.BadParameter("more new tokens than the cache has keys of a sequence, theirs among them", param_hint="'--rows'")
+    if cache == "fp8" and not (gpu.torch_with_cuda() if place.arch else importlib.util.find_spec("ml_dtypes")):
+        needed = "torch with CUDA" if place.arch else "ml_dtypes"
+        raise click.BadParameter(f"fp8 needs {needed}, which is not installed", param_hint="'--cache'")
+    name, kept = dtype_at(place, dtype), {brief: name for name, brief in CACHE_DTYPES.items()}.get(cache or "", "")
+    return [
+        CacheCase(b, n, keys, hq, hkv, d, dv, name, causal=n > 1, page_size=slots, cache_dtype=kept)
+        for (d, dv), (hq, hkv), (b, keys), n, slots in itertools.product(dim, heads, cells, rows, page_size)
+    ]
 
 
 def dense_shapes(
@@ -584,7 +696,7 @@ def run_timings(
     **options: Any,
 ) -> list[Comparison]:
     """Time the cases; print and record each as it is done."""
-    report.start_timings(place, [peer.name for peer in peers])
+    report.start_timings(place, [peer.name for peer in peers], cases)
     found = []
     too_much = math.inf  # FLOPs of the first case that the deadline dropped: another as large is not even tried
     with report.progress(len(cases)):

@@ -22,7 +22,7 @@ import numpy as np
 import cupyflash
 
 from . import check, cublas, nvml
-from .cases import Case, Inputs
+from .cases import CACHE_DTYPES, DESCALE, Case, Inputs
 from .machine import nvidia_driver
 from .timing import Call, CaptureError, Ceilings, Place, Round, Tick, measure
 
@@ -142,11 +142,12 @@ class Gpu(Place):
     # Arrays ---------------------------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, *, cold: bool = True) -> list[Inputs]:
-        """Normal q, k, v, dout, and where packed sequences begin: torch tensors where there is torch, else CuPy arrays."""
+        """Normal q, k, v, dout, and where the sequences are, which all sets share: torch tensors where there is torch, else CuPy arrays."""
         sets = min(MAX_SETS, -(-self.cache_bytes // max(case.num_bytes, 1))) if cold else 1
         shapes = (*case.shapes, case.out_shape) if case.backward else case.shapes
         options = {**case.options, **{name: self._put(x) if isinstance(x, np.ndarray) else x for name, x in case.packing.items()}}
-        arrays = ([self._normal(shape, case.dtype, len(shapes) * n + i) for i, shape in enumerate(shapes)] for n in range(sets))
+        kinds = [*zip(shapes, (*case.dtypes, case.dtype), strict=False)]
+        arrays = ([self._normal(*kind, len(kinds) * n + i) for i, kind in enumerate(kinds)] for n in range(sets))
         return [Inputs(q, k, v, options, *dout) for q, k, v, *dout in arrays]
 
     def _put(self, array: Any) -> Any:
@@ -154,6 +155,10 @@ class Gpu(Place):
         return self.put(array) if self.torch is None else self.torch.as_tensor(array, device="cuda")
 
     def _normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+        if dtype in CACHE_DTYPES:
+            x = self._normal(shape, "float16", seed)
+            x /= DESCALE
+            return x.to(getattr(self.torch, dtype)) if self.torch is not None else x.astype(dtype)
         if self.torch is not None:
             generator = self.torch.Generator(device="cuda").manual_seed(seed)
             return self.torch.randn(shape, dtype=getattr(self.torch, dtype), device="cuda", generator=generator)

@@ -20,8 +20,8 @@ import numpy as np
 
 import cupyflash
 
-from . import check, cublas, gpu, timing
-from .cases import ITEMSIZE, Array, Case, Inputs
+from . import check, cublas, gpu, kernels, timing
+from .cases import ITEMSIZE, Array, CacheCase, Case, Inputs
 from .timing import HOST, Call, CaptureError, Place, Round, Timing
 
 OURS = "cupyflash"
@@ -33,7 +33,7 @@ class Peer:
     name = ""
     place = "gpu"  # the name of the place whose arrays it takes; "" is any
     package = ""  # the distribution that it comes from
-    of_packed = False  # it is there for packed sequences alone
+    only_for = ""  # where the keys are, "packed" or in a "cache", if it is there for such alone
 
     def missing(self) -> str | None:
         """Why this peer cannot run at all here, or None."""
@@ -65,7 +65,7 @@ class CupyFlash(Peer):
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         q, k, v, options, dout = inputs
-        attention: Any = cupyflash.attention_varlen if case.lengths else cupyflash.attention
+        attention: Any = getattr(cupyflash, case.function)
         if not case.backward:
             return lambda: attention(q, k, v, **options)
         out, lse, _ = attention(q, k, v, return_lse=True, **options)
@@ -78,7 +78,7 @@ _ONLY_PACKED = "it is for packed sequences (--varlen)"
 class CupyFlashDense(CupyFlash):
     """The library's call for arrays with a batch axis, on the same memory: what packing costs where it is not needed."""
 
-    name, of_packed = f"{OURS}-dense", True
+    name, only_for = f"{OURS}-dense", "packed"
 
     def why_not(self, case: Case, place: Place) -> str | None:
         if not case.lengths:
@@ -94,6 +94,26 @@ class CupyFlashDense(CupyFlash):
             return lambda: call().reshape(case.out_shape)
         shapes = case.shapes
         return lambda: tuple(x.reshape(shape) for x, shape in zip(call(), shapes, strict=False))
+
+
+class Gather(CupyFlash):
+    """What an attention without pages needs: all pages copied into one array first, then the library's call over that."""
+
+    name, only_for = "gather", "cache"
+
+    def why_not(self, case: Case, place: Place) -> str | None:
+        return None if "page_table" in case.packing else "it is for keys in pages (decode --page-size)"
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        q, k, v, options, _ = inputs
+        pages = options["page_table"].reshape(-1)
+        options = {name: option for name, option in options.items() if name != "page_table"}
+
+        def gathered(x: Any) -> Any:
+            copy = x.index_select(0, pages) if hasattr(x, "index_select") else x.take(pages, axis=0)
+            return copy.reshape(case.batch, -1, *x.shape[2:])
+
+        return lambda: cupyflash.attention_with_kvcache(q, gathered(k), gathered(v), **options)
 
 
 class Standard(Peer):
@@ -117,10 +137,19 @@ def _formula_cannot(case: Case, score_bytes: int, place: Place) -> str | None:
         return "its scores are of sequences that have one length, with a batch axis"
     if case.window_size or case.softcap or case.extras:
         return "it has no window, softcap, bias or mask"
+    if reason := _cache_cannot(case):
+        return reason
     num_bytes, free = case.num_scores * score_bytes * (2 if case.backward else 1), place.free_bytes()  # P and dS
     if free is not None and num_bytes > free // 2:
         return f"its scores take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
     return None
+
+
+def _cache_cannot(case: Case, *, pages: bool = False) -> str | None:
+    """Why what takes keys of q's dtype, in one array or in `pages` too, cannot take those of a cache, or None."""
+    if "page_table" in case.packing and not pages:
+        return "it takes no pages"
+    return "its keys must have q's dtype" if "k_descale" in case.packing else None
 
 
 def standard(q: Array, k: Array, v: Array, scale: float, *, causal: bool) -> Array:
@@ -297,7 +326,7 @@ class Sdpa(Peer):
             return "it has no window and no softcap, and its bias is timed nowhere here"
         if case.causal and case.seqlen_q != case.seqlen_k:
             return "its causal mask starts top left, ours ends bottom right: the same only for equal lengths"
-        return _NOT_DETERMINISTIC if case.deterministic else None
+        return _NOT_DETERMINISTIC if case.deterministic else _cache_cannot(case)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         torch = gpu.torch_with_cuda()
@@ -327,7 +356,7 @@ class TorchVarlen(Peer):
     """torch's FlashAttention-2 for packed sequences: its `varlen_attn`, whose options are others in each version, or before torch 2.10 the
     operation that this calls. Both are differentiated by torch."""
 
-    name, package, of_packed = "torch-varlen", "torch", True
+    name, package, only_for = "torch-varlen", "torch", "packed"
 
     def missing(self) -> str | None:
         return _no_torch()
@@ -388,10 +417,11 @@ def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
 
 class FlashAttention(Peer):
     """FlashAttention-3 and -4: one signature, `window_size` of FA4 with None where FA3 has -1. That for packed sequences differs from
-    version to version in the order of its arguments, not in their names."""
+    version to version in the order of its arguments, not in their names. FA3 alone has one for caches."""
 
     def __init__(self, name: str, module: str, package: str, unlimited: int | None) -> None:
         self.name, self.module, self.package, self.unlimited = name, module, package, unlimited
+        self.has_caches = name == "fa3"
 
     def missing(self) -> str | None:
         try:
@@ -400,10 +430,17 @@ class FlashAttention(Peer):
             found = None
         return _no_torch() or (None if found else f"no module {self.module} ({self.package}); --site adds a folder of packages")
 
+    def why_not(self, case: Case, place: Place) -> str | None:
+        return _cache_cannot(case, pages=self.has_caches)
+
     def bind(self, case: Case, inputs: Inputs) -> Call:
-        function = getattr(importlib.import_module(self.module), "flash_attn_varlen_func" if case.lengths else "flash_attn_func")
+        name = "flash_attn_varlen_func" if case.lengths else "flash_attn_func"
+        if case.function == "attention_with_kvcache" and self.has_caches:
+            name = "flash_attn_with_kvcache"
+        function = getattr(importlib.import_module(self.module), name)
         left, right = (self.unlimited if side is None or side < 0 else side for side in case.window_size or (None, None))
         options = {"softmax_scale": case.softmax_scale, "causal": case.causal, "window_size": (left, right), "softcap": case.softcap or 0.0}
+        options |= _known(function, **{name: x for name, x in inputs.options.items() if name in ("cache_seqlens", "page_table")})
         if case.lengths:
             offsets, longest = (inputs.options[name] for name in ("cu_seqlens_q", "max_seqlen_q"))
             options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets} | _known(function, max_seqlen_q=longest, max_seqlen_k=longest)
@@ -423,6 +460,7 @@ PEERS: tuple[Peer, ...] = (
     CupyFlashDense(),
     Standard(),
     StandardOnGpu(),
+    Gather(),
     Sdpa("sdpa-flash", "flash"),
     Sdpa("sdpa-cudnn", "cudnn"),
     Sdpa("sdpa-mem", "mem_efficient"),
@@ -432,10 +470,10 @@ PEERS: tuple[Peer, ...] = (
 )
 
 
-def peers_at(place: str, names: Sequence[str] | None = None, *, packed: bool = False) -> tuple[Peer, ...]:
-    """The peers that take arrays of a place: the named ones, or all, of which those for packed sequences only where they are `packed`."""
+def peers_at(place: str, names: Sequence[str] | None = None, *, keys: str = "") -> tuple[Peer, ...]:
+    """The peers that take arrays of a place: the named ones, or all, without those that are only for other `keys`."""
     at_place = (peer for peer in PEERS if peer.place in ("", place))
-    return tuple(peer for peer in at_place if (packed or not peer.of_packed if names is None else peer.name in names))
+    return tuple(peer for peer in at_place if (peer.only_for in ("", keys) if names is None else peer.name in names))
 
 
 def versions(peers: Sequence[Peer]) -> dict[str, str]:
@@ -562,12 +600,14 @@ def problem(case: Case) -> dict[str, Any]:
     return {**{name: getattr(case, name) for name in sizes}, **more}
 
 
-# What is launched before and after the kernels of a packed forward and of a backward's gradients.
-_AROUND = ("packed_tiles", "bwd_delta", "bwd_convert", "bwd_sum")
+# What is launched before and after the kernels of a packed forward, of a backward's gradients and of a decode.
+_AROUND = ("packed_tiles", "bwd_delta", "bwd_convert", "bwd_sum", "decode_begin")
 
 
 def _kernels(case: Case) -> list[str]:
     """The names of the library's kernels for a case. A deterministic dq is planned as one that is asked for alone."""
+    if isinstance(case, CacheCase):
+        return [variant.name for variant in kernels.over_cache(case) if variant.family not in _AROUND]
     asked: list[dict[str, Any]] = [{"wrt": ("k", "v")}, {"wrt": ("q",)}] if case.deterministic else [{}]
 
     def chosen(**sizes: int) -> list[Any]:

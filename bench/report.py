@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from .cases import DTYPES, SEED, Case, drawn_lengths, short
+from .cases import DTYPES, SEED, CacheCase, Case, drawn_lengths, short
 from .check import LIMITS, Verdict
 from .kernels import Built, Trial, source_line
 from .machine import Diagnosis
@@ -43,6 +43,8 @@ def console(*, stderr: bool = False) -> Console:
 def case_fields(case: Case) -> dict[str, Any]:
     sizes = ("head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k")
     fields = {name: getattr(case, name) for name in ("mode", *sizes, "causal", "window_size", "softcap", "dtype")}
+    if isinstance(case, CacheCase):
+        return {**fields, "page_size": case.page_size or None, "cache_dtype": case.dtypes[1]}
     return {**fields, **packing_fields(case)} if case.lengths else fields
 
 
@@ -58,11 +60,11 @@ def packing_fields(case: Case) -> dict[str, Any]:
 def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
     """A timed outcome: the one line without a "record" field, which every other line has.
 
-    Decode says gbps, everything else tflops, because that is what limits each. host_us is null on host arrays: there the call is host
-    time from end to end, and `ms` has said it. ratio_to_best is this peer's speed over that of the fastest *other* peer of the case, so
-    a winner shows by how much (null when it ran alone). `cold` is whether each call found its inputs out of the L2 cache, null where
-    that is not controlled; `error` is the largest of the check before the timing, `kernel` the variant that the library chose, of a bwd
-    that or those that compute the gradients.
+    Decode says gbps, everything else tflops, because that is what limits each; more than one token over a cache, both. host_us is null on
+    host arrays: there the call is host time from end to end, and `ms` has said it. ratio_to_best is this peer's speed over that of the
+    fastest *other* peer of the case, so a winner shows by how much (null when it ran alone). `cold` is whether each call found its inputs
+    out of the L2 cache, null where that is not controlled; `error` is the largest of the check before the timing, `kernel` the variant that
+    the library chose, of a bwd that or those that compute the gradients.
     """
     case, timing = found.case, timed(outcome)
     return {
@@ -70,7 +72,7 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
         "peer": outcome.peer,
         "ms": timing.ms,
         "spread": timing.spread,
-        **rate_field(case, timing),
+        **rate_fields(case, timing),
         "host_us": timing.host_us,
         "ratio_to_best": outcome.ratio_to_best,
         "timer": found.timer,
@@ -83,8 +85,14 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def rate_field(case: Case, timing: Timing) -> dict[str, float]:
-    return {"gbps": case.num_bytes / timing.ms / 1e6} if case.mode == "decode" else {"tflops": case.flops / timing.ms / 1e9}
+def rate_fields(case: Case, timing: Timing) -> dict[str, float]:
+    gbps = {"gbps": case.num_bytes / timing.ms / 1e6} if case.mode == "decode" else {}
+    return {**gbps, **({"tflops": case.flops / timing.ms / 1e9} if shows_flops(case) else {})}
+
+
+def shows_flops(case: Case) -> bool:
+    """One token over a cache waits for bytes alone; of a chunk of tokens either may be the limit."""
+    return case.mode != "decode" or case.seqlen_q > 1
 
 
 def tile_record(tuned: Tuned, name: str, trial: Trial | None, outcome: Outcome | None) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def tile_record(tuned: Tuned, name: str, trial: Trial | None, outcome: Outcome |
         "is_now": trial is not None and trial is tuned.trials[0],
         "not_timed": (trial.why_not if trial else None) or (outcome.why_not if outcome else None) or wrong,
         "error": finite(verdict.error) if verdict else None,
-        **({"ms": timing.ms, "spread": timing.spread, **rate_field(found.case, timing)} if timing else {"ms": None}),
+        **({"ms": timing.ms, "spread": timing.spread, **rate_fields(found.case, timing)} if timing else {"ms": None}),
         **({"rounds": timing.rounds, "clock_mhz": timing.clock_mhz, "timer": found.timer, "cold": found.cold} if timing else {}),
         "ratio_to_now": to_now,
         "ratio_to_peer": to_peer,
@@ -247,8 +255,8 @@ class Report:
         self.say(f"  numpy {machine['numpy']}, {machine['blas'] or 'BLAS unknown'}")
         self.say(f"  gpu   {gpus}" + ("" if place.arch else ": arrays are NumPy"))
 
-    def start_timings(self, place: Place, names: Iterable[str]) -> None:
-        """Measure what the machine can reach, and begin the table, in which these peers have room."""
+    def start_timings(self, place: Place, names: Iterable[str], cases: Sequence[Case]) -> None:
+        """Measure what the machine can reach, and begin the table, in which these peers have room and these cases what limits them."""
         self._ceilings = place.ceilings()
         self.record({"record": "ceilings", "place": place.name, **self._ceilings._asdict()})
         flops, read = self._ceilings
@@ -259,8 +267,10 @@ class Report:
         wide, wider = (width + self._name - NAME for width in (WIDE, WIDER))
         first_ms = ("first ms", 9, wider if queued else wide)
         host_us = (("host us", 9, wide),) if queued else ()
-        rest = (("of peak", 9, wide), ("memory", 9, 0), ("speed", 8, 0))
-        self._rows = Columns(self.table, (("", self._name, 0), first_ms, ("ms", 9, 0), ("±", 6, wide), ("rate", 14, 0), *host_us, *rest))
+        self._both = any(case.mode == "decode" and shows_flops(case) for case in cases)
+        second_rate = (("FLOP/s", 13, wider + 10),) if self._both else ()
+        rest = (*second_rate, *host_us, ("of peak", 9, wide), ("memory", 9, 0), ("speed", 8, 0))
+        self._rows = Columns(self.table, (("", self._name, 0), first_ms, ("ms", 9, 0), ("±", 6, wide), ("rate", 14, 0), *rest))
         self._queued = queued
 
     def explain_columns(self, modes: Container[str]) -> None:
@@ -271,13 +281,15 @@ class Report:
             "host us until a warm call returns, its work only queued",
             "cold    rotating buffers, so that no call finds its inputs in L2",
         )
+        flops = "2 (D + Dv) FLOPs a visible pair and query head"
         rates = {
-            "fwd": "2 (D + Dv) FLOPs a visible pair and query head",
+            "fwd": flops,
             "bwd": "2 (3 D + 2 Dv) FLOPs a visible pair and query head, the scores computed again among them",
             "decode": "bytes of q, k, v and out, each once",
         }
         for line in (
             *(f"{mode:<8}{text}" for mode, text in rates.items() if mode in modes),
+            *([f"FLOP/s  {flops}"] if self._both else []),
             *(queued if self._queued else ()),
             "memory  the most that a call holds beyond its inputs",
             f"speed   against the fastest other; ~: spread above {NOISE:.0%}",
@@ -330,6 +342,7 @@ class Report:
             (("~" if noisy else "") + digits(ms), "yellow" if noisy else ""),
             (f"{spread:.1%}" if spread < 0.1 else f"{spread:.0%}", "yellow" if noisy else "dim"),
             (si(rate, unit), ""),
+            *([(si(case.flops / ms * 1e3, "FLOP/s") if shows_flops(case) else "", "")] if self._both else []),
             *([(digits(host_us), "dim") if host_us is not None else ("", "")] if self._queued else []),
             (f"{rate / peak:.0%}" if peak else "", "dim"),
             (si(outcome.peak_bytes, "B") if outcome.peak_bytes is not None else "", ""),

@@ -13,12 +13,13 @@ from click.testing import CliRunner
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 from bench import check, cli, gpu, kernels, peers, timing
-from bench.cases import Case, check_suite
+from bench.cases import CacheCase, Case, check_suite
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch and the peers have warnings of their own
 
 SMALL = Case(2, 256, 256, 8, 8, 64, 64, "bfloat16", causal=True)
 DECODE = replace(SMALL, seqlen_q=1, seqlen_k=4096, num_heads_kv=2, causal=False)
+CACHED = CacheCase(3, 1, 2000, 8, 2, 128, 128, "bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +114,24 @@ def test_every_peer_that_runs_a_case_is_right(either, case, dtype):
     assert found.cold
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(("page_size", "cache_dtype"), [(0, ""), (16, ""), (0, "int8"), (64, "int8"), (64, "float8_e4m3fn")])
+def test_every_peer_over_a_cache_is_right(either, rows, page_size, cache_dtype):
+    if cache_dtype == "float8_e4m3fn" and either.torch is None:
+        pytest.skip("CuPy has no float8")
+    case = replace(CACHED, seqlen_q=rows, causal=rows > 1, page_size=page_size, cache_dtype=cache_dtype)
+    found = peers.compare(case, peers.peers_at("gpu", keys="cache"), either, min_s=0.01, min_rounds=2)
+    outcomes = {outcome.peer: outcome for outcome in found.outcomes}
+    for outcome in found.outcomes:
+        assert outcome.verdict is None or outcome.verdict.ok, (outcome.peer, str(outcome.verdict))
+        assert outcome.timing or outcome.why_not, outcome.peer
+    assert outcomes[peers.OURS].timing
+    assert (outcomes["gather"].timing is not None) == (page_size > 0), outcomes["gather"].why_not
+    loaded = {variant.name for variant, _ in kernels.jit._kernels}
+    assert loaded.issuperset(found.kernel.split(", "))
+    assert found.cold
+
+
 def test_the_formula_is_there_where_cublas_is(either):
     if reason := gpu.why_no_cublas():
         pytest.skip(reason)
@@ -196,6 +215,22 @@ def test_compare_as_a_user_runs_it(tmp_path):
         assert record["timer"] in ("graph", "events")
         assert record["host_us"] > 0
         assert record["error"] < check.LIMITS["bfloat16"]
+
+
+def test_decode_as_a_user_runs_it(tmp_path):
+    file = tmp_path / "results.jsonl"
+    shapes = ["--cells", "1:4k,8:1k", "--page-size", "0,16", "--peers", "cupyflash,gather,sdpa-flash,fa3"]
+    result = run("decode", *shapes, "--min-time", "0.02", "--json", str(file))
+    _, ceilings, *records = map(json.loads, file.read_text().splitlines())
+    ours = [record for record in records if "record" not in record and record["peer"] == "cupyflash"]
+    assert [(record["batch"], record["seqlen_k"], record["page_size"]) for record in ours] == [
+        (batch, keys, page_size) for batch, keys in ((1, 4096), (8, 1024)) for page_size in (None, 16)
+    ]
+    for record in ours:
+        assert record["timer"] in ("graph", "events")
+        assert 0 < record["gbps"] * 1e9 < 1.2 * ceilings["bytes_per_s"]  # cold: no call finds its cache in L2
+        assert record["error"] < check.LIMITS["bfloat16"]
+    assert "decode bf16 B 8 S 1x1k H 32/8 D 128, pages of 16" in result.stdout
 
 
 def test_tiles_are_timed_each_by_its_own_row(tmp_path):

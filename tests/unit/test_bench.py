@@ -16,12 +16,15 @@ from click.testing import CliRunner, Result
 
 import cupyflash
 from bench import check, cli, cublas, gpu, kernels, machine, nvml, peers, report, timing
-from bench.cases import SEED, Case, available_dtypes, check_suite, drawn_lengths, packed
+from bench.cases import DESCALE, SEED, CacheCase, Case, available_dtypes, check_suite, drawn_lengths, packed
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
 DECODE = replace(SMALL, batch=2, seqlen_q=1, num_heads_kv=1, causal=False)
 BACKWARD = replace(SMALL, backward=True)
 PACKED = replace(SMALL, num_heads_q=4, **packed((5, 1, 70, 24)))  # neither the first nor the last is the longest
+CACHED = CacheCase(3, 1, 50, 4, 2, 16, 24, "float32")
+PAGED = replace(CACHED, page_size=16)  # the last page of a sequence is not full
+CHUNK = replace(PAGED, seqlen_q=7, causal=True)
 
 RESULT_FIELDS = {
     *("mode", "head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k", "causal", "window_size"),
@@ -29,6 +32,7 @@ RESULT_FIELDS = {
     *("kernel", "note"),
 }
 PACKED_FIELDS = {"tokens", "longest", "seed", "lengths"}
+CACHE_FIELDS = {"page_size", "cache_dtype"}
 
 
 WHY_NOT = gpu.why_not
@@ -172,6 +176,33 @@ def test_the_label_of_packed_sequences(lengths, label):
 # --- timing -------------------------------------------------------------------------------------------------------------------
 
 
+def test_a_cache_costs_what_its_keys_do():
+    """However they lie: a page that is not full is not read to its end. Keys of one byte are half of two."""
+    dense = Case(8, 1, 5000, 32, 8, 128, 128, "bfloat16")
+    sizes = [getattr(dense, name) for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")]
+    cached = CacheCase(*sizes, "bfloat16", page_size=64)
+    assert (cached.num_bytes, cached.flops, cached.mode) == (dense.num_bytes, dense.flops, "decode")
+    assert dense.num_bytes - replace(cached, cache_dtype="float8_e4m3fn").num_bytes == 2 * 8 * 5000 * 8 * 128
+    assert replace(cached, seqlen_q=512).mode == "decode"
+    assert cached.label == "bf16 B 8 S 1x5000 H 32/8 D 128, pages of 64"
+    chunk = replace(cached, seqlen_q=512, causal=True, page_size=0, cache_dtype="float8_e4m3fn")
+    assert chunk.label == "bf16 B 8 S 512x5000 H 32/8 D 128 causal, fp8 cache"
+
+
+def test_pages_are_shuffled_and_the_same_each_time():
+    first, second = PAGED.inputs(), PAGED.inputs()
+    table = first.options["page_table"]
+    assert sorted(table.ravel()) == list(range(3 * 4))
+    assert list(table.ravel()) != list(range(3 * 4))
+    assert np.array_equal(table, second.options["page_table"])
+    assert (table.dtype, first.options["cache_seqlens"].tolist()) == (np.int32, [50, 50, 50])
+    assert (first.k.shape, first.v.shape) == ((12, 16, 2, 16), (12, 16, 2, 24))
+    k, v = PAGED.keys_at(first, 1, slice(15, 50), 1)
+    assert np.array_equal(k[:2], [first.k[table[1, 0], 15, 1], first.k[table[1, 1], 0, 1]])
+    assert v.shape == (35, 24)
+    assert "page_table" not in CACHED.inputs().options
+
+
 class Clock:
     """Time that passes only in calls, and a note of who ran."""
 
@@ -311,7 +342,7 @@ def test_compare_times_packed_sequences(monkeypatch, backward, deterministic):
         function = getattr(cupyflash, name)
         monkeypatch.setattr(cupyflash, name, lambda *arrays, f=function, n=name, **o: called.append((n, o)) or f(*arrays, **o))
     case = replace(PACKED, backward=backward, deterministic=deterministic)
-    everyone = peers.peers_at("host", packed=True)
+    everyone = peers.peers_at("host", keys="packed")
     ours, dense, formula = peers.compare(case, everyone, min_s=0.01).outcomes
     assert ours.verdict.ok, str(ours.verdict)
     assert ours.timing
@@ -344,10 +375,47 @@ def test_equal_lengths_are_timed_beside_the_dense_call(monkeypatch, case):
 
 
 def test_peers_of_packed_sequences_are_not_asked_for_others():
-    names = [{peer.name for peer in peers.peers_at("gpu", packed=packed)} for packed in (False, True)]
+    names = [{peer.name for peer in peers.peers_at("gpu", keys=keys)} for keys in ("", "packed")]
     assert names[1] - names[0] == {"cupyflash-dense", "torch-varlen"}
     assert names[0] < names[1]
     assert [peer.name for peer in peers.peers_at("gpu", ["torch-varlen"])] == ["torch-varlen"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("cache_dtype", ["", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("case", [CACHED, PAGED, replace(CHUNK, page_size=0), CHUNK, replace(PAGED, page_size=1)])
+def test_compare_times_calls_over_a_cache(monkeypatch, case, cache_dtype):
+    pytest.importorskip("ml_dtypes", reason="float8 in NumPy needs ml_dtypes; pip install ml_dtypes")
+    given, with_kvcache = [], cupyflash.attention_with_kvcache
+    monkeypatch.setattr(cupyflash, "attention_with_kvcache", lambda *x, **o: given.append((x, o)) or with_kvcache(*x, **o))
+    case = replace(case, cache_dtype=cache_dtype)
+    ours, formula, gather = peers.compare(case, peers.peers_at("host", keys="cache"), min_s=0.01).outcomes
+    assert (ours.verdict.ok, ours.timing is None) == (True, False), str(ours.verdict)
+    (q, k, _), options = given[0]
+    assert (q.shape, k.dtype.name, options["causal"]) == (case.shapes[0], cache_dtype or "float32", case.seqlen_q > 1)
+    assert (options.get("page_table") is not None, options.get("k_descale")) == (case.page_size > 0, 1 / 16 if cache_dtype else None)
+    if case.page_size:
+        assert (gather.verdict.ok, gather.timing is None) == (True, False), str(gather.verdict)
+        (_, k, v), options = next((arrays, options) for arrays, options in given if "page_table" not in options)
+        assert (k.shape[0], k.shape[1] >= 50, v.shape[2:]) == (3, True, (2, 24))
+        assert formula.why_not == "it takes no pages"
+    else:
+        assert gather.why_not == "it is for keys in pages (decode --page-size)"
+        assert formula.why_not == ("its keys must have q's dtype" if cache_dtype else None)
+        assert cache_dtype or formula.verdict.ok
+
+
+@pytest.mark.parametrize("wrong", ["page_table", "cache_seqlens", "v_descale"])
+def test_a_cache_that_is_read_wrongly_is_seen(monkeypatch, wrong):
+    def with_kvcache(*arrays, **options):
+        options[wrong] = options[wrong][::-1] - (wrong == "cache_seqlens") if wrong != "v_descale" else 0.06
+        return function(*arrays, **options)
+
+    function = cupyflash.attention_with_kvcache
+    monkeypatch.setattr(cupyflash, "attention_with_kvcache", with_kvcache)
+    (outcome,) = peers.compare(replace(PAGED, cache_dtype="int8"), [peers.CupyFlash()]).outcomes
+    assert not outcome.verdict.ok
+    assert outcome.timing is None
 
 
 class Wrong(peers.Peer):
@@ -476,6 +544,10 @@ def test_sdpa_says_what_it_would_compute_otherwise():
     assert "top left" in peer.why_not(replace(SMALL, seqlen_k=77), timing.HOST)
     assert "window" in peer.why_not(replace(SMALL, window_size=(3, 0)), timing.HOST)
     assert "nested tensors" in peer.why_not(PACKED, timing.HOST)
+    assert peer.why_not(CACHED, timing.HOST) is None
+    assert peer.why_not(PAGED, timing.HOST) == "it takes no pages"
+    assert "top left" in peer.why_not(replace(CHUNK, page_size=0), timing.HOST)
+    assert peer.why_not(replace(CACHED, cache_dtype="int8"), timing.HOST) == "its keys must have q's dtype"
 
 
 @pytest.mark.usefixtures("torch")
@@ -575,6 +647,49 @@ def test_flash_attention_takes_packed_sequences(torch, of_tensors, monkeypatch, 
     assert given["cu_seqlens_q"].dtype == torch.int32
     longest = None if version == "fa4 of 2025" else 70
     assert given.get("max_seqlen_q") == given.get("max_seqlen_k") == longest
+
+
+FA3_CACHE = (
+    "q, k_cache, v_cache, cache_seqlens=None, page_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", [CACHED, PAGED])
+def test_peers_are_given_the_cache(torch, of_tensors, monkeypatch, case):
+    given = {}
+
+    def with_kvcache(arguments):
+        given.update(arguments)
+        k, v = (arguments[name] for name in ("k_cache", "v_cache"))
+        if (table := arguments["page_table"]) is not None:
+            k, v = (x[table].flatten(1, 2)[:, : int(arguments["cache_seqlens"][0])] for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (arguments["q"], k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    module = SimpleNamespace(flash_attn_with_kvcache=with_signature(f"{FA3_CACHE}num_splits=1", with_kvcache), __spec__="found")
+    monkeypatch.setitem(sys.modules, "flash_attn_fake", module)
+    fa3 = peers.FlashAttention("fa3", "flash_attn_fake", "none", -1)
+    everyone = (peers.CupyFlash(), fa3, *((peers.Gather(),) if case.page_size else (peers.Sdpa("sdpa", "math"),)))
+    for outcome in peers.compare(case, everyone, of_tensors(torch), min_s=0.01).outcomes:
+        assert outcome.why_not is None, outcome.peer
+        assert outcome.verdict.ok, (outcome.peer, str(outcome.verdict))
+        assert outcome.timing
+    assert given["cache_seqlens"].tolist() == [50] * 3
+    assert (given["page_table"] is None, given["num_splits"]) == (not case.page_size, 0)
+    assert fa3.why_not(replace(case, cache_dtype="float8_e4m3fn"), timing.HOST) == "its keys must have q's dtype"
+
+
+@pytest.mark.usefixtures("torch")
+def test_flash_attention_4_has_only_arrays_for_a_cache(monkeypatch):
+    given = {}
+    function = with_signature(FA4.format("window_size=(None, None), softcap=0.0"), lambda arguments: given.update(arguments) or "out")
+    monkeypatch.setitem(sys.modules, "flash_attn_fake", SimpleNamespace(flash_attn_func=function, __spec__="found"))
+    peer = peers.FlashAttention("fa4", "flash_attn_fake", "none", None)
+    assert peer.why_not(CACHED, timing.HOST) is None
+    assert peer.bind(CACHED, CACHED.inputs())() == "out"
+    assert given["k"].shape == (3, 50, 2, 16)
+    assert peer.why_not(PAGED, timing.HOST) == "it takes no pages"
 
 
 TORCH = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, "
@@ -733,6 +848,37 @@ def test_a_gpu_has_packed_inputs_as_any(place, monkeypatch, case, library):
             expected = {**expected, "cu_seqlens_q": inputs.options["cu_seqlens_q"]}
         assert inputs.options == {**case.options, **expected}
     assert len({x for inputs in sets for x in inputs[:3]}) == 9
+
+
+def test_a_gpu_has_one_page_table_for_all_buffers(place, monkeypatch):
+    """As the layers of a model have; and it is there as long as the calls are that read it."""
+    there, _ = place(1.0, 0.1)
+    monkeypatch.setattr(there, "_normal", lambda shape, dtype, seed: (shape, dtype, seed))
+    monkeypatch.setattr(there, "put", lambda array: ("cupy", array))
+    case = replace(PAGED, cache_dtype="int8")
+    there.cache_bytes = 3 * case.num_bytes
+    sets = there.inputs(case)
+    assert len({x for inputs in sets for x in inputs[:3]}) == 9
+    for inputs in sets:
+        assert [x[:2] for x in inputs[:3]] == [*zip(case.shapes, ("float32", "int8", "int8"), strict=True)]
+        assert inputs.options["page_table"] is sets[0].options["page_table"]
+    name, table = sets[0].options["page_table"]
+    assert (name, table.tolist()) == ("cupy", case.page_table.tolist())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_cache_in_gpu_memory_is_normal(torch, place, dtype):
+    there, _ = place(1.0, 0.1)
+    randn = SimpleNamespace(manual_seed=lambda seed: torch.Generator().manual_seed(seed))
+    there.torch = SimpleNamespace(
+        Generator=lambda device: randn,
+        randn=lambda shape, device, **how: torch.randn(shape, **how),
+        **{name: getattr(torch, name) for name in ("float16", "int8", "float8_e4m3fn")},
+    )
+    x = there._normal((64, 1024), dtype, 7)
+    assert x.dtype == getattr(torch, dtype)
+    assert (x.double() * DESCALE).std() == pytest.approx(1, abs=0.03)  # what lies between two integers is cut off
+    assert (x.double() * DESCALE).abs().max() > 3.5
 
 
 @pytest.mark.parametrize("shape", [(2, 9, 3, 4), (9, 3, 4)])
@@ -1135,6 +1281,40 @@ def test_the_kernels_of_a_mix_are_those_that_the_library_chooses(monkeypatch):
 
 
 @pytest.mark.usefixtures("small", "gpu_machine")
+def test_decode_on_a_gpu(monkeypatch):
+    """Computed on the host, planned as for an H200."""
+    monkeypatch.setattr(kernels.device, "current", lambda: 0)
+    monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
+    shapes = ("--cells", "2:96", "--heads", "4/2", "--dtype", "fp16", "--page-size", "0,16", "--rows", "1,5")
+    result = run("decode", *shapes, "--json", "-", COLUMNS="140")
+    assert result.exit_code == 0, result.output
+    header, _, *records = lines(result.stdout)
+    assert {"cupyflash", "standard", "gather", "sdpa-flash", "sdpa-cudnn", "sdpa-mem", "fa3", "fa4"} == set(header["peers"])
+    timed = [record for record in records if "record" not in record]
+    ours = [record for record in timed if record["peer"] == "cupyflash"]
+    assert [record["kernel"].split("__")[0] for record in ours] == ["decode"] * 4
+    assert ["paged" in record["kernel"] for record in ours] == [False, True] * 2
+    assert all((record["timer"], record["cold"], record["host_us"]) == ("graph", True, 12.5) for record in timed)
+    for text in ("FLOP/s", "host us", "decode  bytes of q, k, v and out", "FLOP/s  2 (D + Dv) FLOPs", "of peak"):
+        assert text in result.stderr
+    assert "'--cache': fp8 needs torch with CUDA, which is not installed" in run("decode", *shapes, "--cache", "fp8").stderr
+
+
+@pytest.mark.parametrize("cache_dtype", ["", "int8"])
+@pytest.mark.parametrize("case", [CACHED, PAGED, CHUNK])
+def test_the_kernels_over_a_cache_are_those_of_the_call(monkeypatch, case, cache_dtype):
+    planned, case = [], replace(case, cache_dtype=cache_dtype)
+    monkeypatch.setattr(kernels.device, "named", lambda name: name)
+    monkeypatch.setattr(kernels.plan, "cached", lambda *problem_and_device: planned.append(problem_and_device) or kernels.plan.Plan(()))
+    cupyflash.cache._prepare.cache_clear()
+    peers.CupyFlash().bind(case, case.inputs())()
+    assert peers._kernels(case) == []
+    (called, on_host), (asked, on_gpu) = planned
+    assert (on_host, on_gpu) == (kernels.device.HOST_SPEC, "cuda")
+    assert asked == called
+
+
+@pytest.mark.usefixtures("small", "gpu_machine")
 def test_a_family_of_the_backward_on_a_gpu(monkeypatch):
     monkeypatch.setattr(kernels.device, "current", lambda: 0)
     monkeypatch.setattr(kernels.device, "query", lambda device_id: kernels.device.KNOWN["90a"])
@@ -1437,6 +1617,15 @@ def test_version_and_help_need_no_gpu_and_no_cupy(monkeypatch):
         (["fwd", "--varlen", "--longest", "-1"], "'-1' is no size"),
         (["fwd", "--varlen", "--tokens", "16k,4k"], "'--tokens': fewer tokens than the longest sequence has, 8k"),
         (["fwd", "--varlen", "--tokens", "1k", "--seqlen", "512,2k"], "'--tokens': fewer tokens than the longest sequence has, 2k"),
+        (["decode", "--cells", "8"], "'8' has something else than sequences:keys: write 1:64k,32:8k"),
+        (["decode", "--cells", "1:4q"], "'1,4q' is no size"),
+        (["decode", "--cells", "1:1k", "--batch", "2"], "'--cells': its pairs say what --batch and --seqlen-k would"),
+        (["decode", "--rows", "1,512", "--seqlen-k", "256"], "'--rows': more new tokens than the cache has keys of a sequence"),
+        (["decode", "--heads", "32/8,6/4"], "6 query heads are no multiple of 4 key heads"),
+        (["decode", "--page-size", "16,-1"], "'16,-1' is no size"),
+        (["decode", "--cache", "int4"], "'int4' is not one of 'fp8', 'int8'"),
+        (["decode", "--peers", "fa3"], "none of fa3 computes on the host"),
+        (["decode", "--causal"], "No such option"),
         (["tour", "--varlen"], "No such option"),
         (["variants", "--tune", "--varlen"], "No such option"),
         (["variants", "--arch", "sm_70"], "'sm_70' is none of sm_80"),
@@ -1467,7 +1656,7 @@ def test_sizes(text, sizes):
             cli.as_sizes(None, option, text)
 
 
-@pytest.mark.parametrize("command", [["tour"], ["fwd"], ["bwd"], ["compare"], ["check"]])
+@pytest.mark.parametrize("command", [["tour"], ["fwd"], ["bwd"], ["decode"], ["compare"], ["check"]])
 def test_without_a_gpu_the_gpu_is_a_setup_problem(command):
     result = run(*command, "--device", "gpu")
     assert result.exit_code == 3
@@ -1538,6 +1727,22 @@ def test_the_backward_of_packed_cases(cases, monkeypatch):
     assert run("bwd", *shapes, "--deterministic").exit_code == run("compare", "--mode", "bwd", *shapes).exit_code == 0
     (forward,) = cases(*shapes)
     assert asked[:2] == [[replace(forward, backward=True, deterministic=True)], [replace(forward, backward=True)]]
+
+
+def test_cases_over_a_cache(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "run_timings", lambda report, cases, *_, **__: asked.append(cases) or [])
+    assert run("decode").exit_code == 0
+    assert asked == [[CacheCase(1, 1, 8192, 32, 8, 128, 128, "float32")]]
+    assert run("decode", "--cells", "1:512k,128:2k", "--heads", "32/8,64/8", "--page-size", "0,16", "--cache", "int8").exit_code == 0
+    assert asked[1] == [
+        CacheCase(batch, 1, keys, heads, 8, 128, 128, "float32", page_size=page_size, cache_dtype="int8")
+        for heads in (32, 64)
+        for batch, keys in ((1, 1 << 19), (128, 2048))
+        for page_size in (0, 16)
+    ]
+    assert run("decode", "--batch", "8", "--rows", "512", "--seqlen-k", "16896", "--dim", "192-128", "--dtype", "fp16").exit_code == 0
+    assert asked[2] == [CacheCase(8, 512, 16896, 32, 8, 192, 128, "float16", causal=True)]
 
 
 def test_list_peers_says_what_is_not_there():
@@ -1927,6 +2132,26 @@ def test_packed_sequences_from_the_options_to_the_records(command):
     assert f"{command} fp32 200 tokens in {len(lengths)} sequences, longest 64, H 4/2 D 24-8 causal" in result.stderr
 
 
+@pytest.mark.usefixtures("small")
+def test_decode_from_the_options_to_the_records():
+    shapes = ("--cells", "2:50", "--rows", "1,5", "--page-size", "0,16", "--heads", "4/2", "--dim", "24-8", "--cache", "int8")
+    result = run("decode", *shapes, "--json", "-")
+    assert result.exit_code == 0, result.output
+    _, _, *records = lines(result.stdout)
+    ours = [record for record in records if record["peer"] == "cupyflash" and "record" not in record]
+    cases = [CacheCase(2, n, 50, 4, 2, 24, 8, "float32", n > 1, page_size=size, cache_dtype="int8") for n in (1, 5) for size in (0, 16)]
+    for record, case in zip(ours, cases, strict=True):
+        assert set(record) == RESULT_FIELDS | CACHE_FIELDS | {"gbps"} | ({"tflops"} if case.seqlen_q > 1 else set())
+        sizes = {"batch": 2, "seqlen_q": case.seqlen_q, "seqlen_k": 50, "page_size": case.page_size or None, "cache_dtype": "int8"}
+        assert {name: record[name] for name in sizes} == sizes
+        assert (record["mode"], record["gbps"]) == ("decode", pytest.approx(case.num_bytes / record["ms"] / 1e6))
+        assert record.get("tflops", 0) == pytest.approx(case.flops / record["ms"] / 1e9 if case.seqlen_q > 1 else 0)
+        assert f"decode {case.label}\n" in result.stderr
+    gathers = [record for record in records if record["peer"] == "gather" and "record" not in record]
+    assert [record["page_size"] for record in gathers] == [16, 16]
+    assert gathers[0]["ratio_to_best"] == pytest.approx(ours[1]["ms"] / gathers[0]["ms"])
+
+
 @pytest.mark.parametrize(
     ("lengths", "seed", "listed"),
     [((32,) * 3, None, True), (drawn_lengths(300, 1), None, False), (drawn_lengths(4000, 64), SEED, False), ((3, 4), None, True)],
@@ -2007,6 +2232,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch):
     [
         *([], ["check"], ["doctor"], ["bwd", "--seqlen", "32", "--heads", "2"]),
         ["compare", "--varlen", "--tokens", "96", "--seqlen", "32", "--heads", "2"],
+        ["decode", "--seqlen-k", "40", "--heads", "4/2", "--rows", "1,3", "--page-size", "0,16", "--cache", "int8"],
     ],
 )
 @pytest.mark.parametrize("width", [60, 80, 85, 100])
