@@ -49,18 +49,13 @@ Queue = Callable[..., None]  # (addresses as `pointers` packs them, the packed a
 def launcher(plan: Plan, packing: Packing, spec: DeviceSpec, device_id: int, current_stream: Callable[[], int]) -> Queue:
     """What queues the plan's kernels on the current stream of their device, which must be the current one; for any number of threads."""
     driver, _ = _cuda()
-    refused = driver.CUDADriverError
-    kernels: list[tuple[Callable[..., None], jit.Kernel, int, int, int, int, int, str]] = []
+    start, refused = driver.launchKernel, driver.CUDADriverError
+    kernels: list[tuple[jit.Kernel, int, int, int, int, int, str]] = []
 
-    def load(stream: int) -> list[tuple[Callable[..., None], jit.Kernel, int, int, int, int, int, str]]:
+    def load(stream: int) -> list[tuple[jit.Kernel, int, int, int, int, int, str]]:
         nonlocal kernels
         kernels = [
-            (
-                _launch_early if step.early else driver.launchKernel,
-                jit.load(step.variant, spec.arch, device_id, stream),
-                *step.grid,
-                *(step.threads, step.smem_bytes, step.variant.name),
-            )
+            (jit.load(step.variant, spec.arch, device_id, stream), *step.grid, step.threads, step.smem_bytes, step.variant.name)
             for step in plan.steps
         ]
         return kernels
@@ -69,44 +64,12 @@ def launcher(plan: Plan, packing: Packing, spec: DeviceSpec, device_id: int, cur
         stream, (address, _memory) = current_stream(), _parameters(packing, addresses, more)
         loaded = kernels or load(stream)
         try:
-            for start, kernel, x, y, z, threads, smem_bytes, name in loaded:  # noqa: B007
+            for kernel, x, y, z, threads, smem_bytes, name in loaded:  # noqa: B007
                 start(kernel.handle, x, y, z, threads, 1, 1, smem_bytes, stream, address, 0)
         except refused as e:
             raise LaunchError(f"the driver refused {name} on a grid of {x, y, z}: {e}; please report it") from e
 
     return queue
-
-
-class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
-
-
-class _Config(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = (
-        ("sizes", ctypes.c_uint * 7),  # of grid and block, and bytes of dynamic shared memory
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-_BEGIN_EARLY = _Attribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-
-
-@functools.cache
-def _libcuda() -> Any:
-    libcuda = ctypes.CDLL("libcuda.so.1")
-    libcuda.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return libcuda
-
-
-def _launch_early(
-    kernel: int, x: int, y: int, z: int, bx: int, by: int, bz: int, smem_bytes: int, stream: int, address: int, extra: int
-) -> None:
-    """`cuLaunchKernel` of a kernel that may begin while the one before it ends, for which CuPy has no function."""
-    config = _Config((x, y, z, bx, by, bz, smem_bytes), stream, ctypes.pointer(_BEGIN_EARLY), 1)
-    if code := _libcuda().cuLaunchKernelEx(ctypes.addressof(config), kernel, address, extra):
-        raise _cuda()[0].CUDADriverError(code)
 
 
 @functools.lru_cache(maxsize=2048)  # 3 MB

@@ -43,7 +43,6 @@ class Step(NamedTuple):
     args: tuple[str, ...]
     why: str
     boxes: tuple[tuple[str, int], ...] = ()  # the operands that are copied by tensor maps, and how many rows at a time
-    early: bool = False  # it may begin while the step before it ends: it waits itself for what it needs of it (sm_90)
 
 
 class Plan(NamedTuple):
@@ -126,7 +125,7 @@ def decode(
     begin = Variant("decode_begin", "float32", 0, 0, (), _BY_WARPS)
     steps = (
         Step(begin, (_ceil_div(parts, begin.threads), 1, 1), begin.threads, 0, args, "counters of parts"),
-        Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why, early=device.capability >= 90),
+        Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why),
     )
     workspaces = (("part_out", parts * c.block_m * variant.head_dim_v * 4), ("part_lse", parts * c.block_m * 4), ("arrived", parts * 4))
     return Plan(steps, workspaces, team, splits=(split_units or -(num_splits or 0), parts))

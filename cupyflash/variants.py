@@ -366,6 +366,7 @@ DECODE = (
     *(Row("decode_cluster", _HALF, 256, 90, True, DecodeConfig(16, 16, 2, 4, 1, n), "", "90a", longest=8192) for n in (16, 8, 4)),
     Row("decode", _HALF, 64, 80, True, DecodeConfig(16, 32, 3, 4, 2), ""),
     Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 3, 4, 2), ""),
+    Row("decode", _HALF, 64, 80, True, DecodeConfig(16, 32, 2, 4, 1), "not measured; 68 kB, for SMs of 100 kB"),
     Row("decode", _HALF, 128, 80, True, DecodeConfig(16, 16, 2, 4, 1), "not measured; 70 kB, for SMs of 100 kB"),
     Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 4, 1), ""),
     Row("decode", _HALF, MAX_HEAD_DIM, 80, True, DecodeConfig(16, 16, 2, 2, 1), "not measured; 74 kB, for SMs of 100 kB"),

@@ -143,10 +143,7 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
   const int heads = p.section, team = blockIdx.x / heads, own_head = blockIdx.x - team * heads;
   Start start;
   const Share share = find_share<C>(p, smem, team, gridDim.x / heads, start);
-  auto counters = [] {  // are zero from here on
-    if constexpr (C::kArch >= 90) wait_for_previous();
-  };
-  if (share.begin >= share.end) return counters();
+  if (share.begin >= share.end) return;
   constexpr bool kSplits = C::kSplits;  // each is a part
   int n = start.sequence, inside = start.inside;
   for (int piece = share.begin; piece < share.end;) {
@@ -166,7 +163,6 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
     if (threadIdx.x == 0) smem.lost = 0;
     load_queries<C>(p, e, g, smem);
     compute<C>(p, e, g, smem);
-    counters();
 
     // Parts are numbered by their piece; or by their team, which has two at most: what it begins with, and what it ends with.
     const int first = piece - from;

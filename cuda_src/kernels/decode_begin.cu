@@ -1,9 +1,7 @@
 // decode_begin.cu: before decode, none of its parts has arrived.
 #include "../primitives/params.cuh"
-#include "../primitives/ptx.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps) decode_begin(const __grid_constant__ cupyflash::ForwardParams p) {
-  if constexpr (Config::kArch >= 90) cupyflash::let_next_begin();
   const int n = blockIdx.x * 32 * Config::kWarps + threadIdx.x;
   if (n < p.parts) p.arrived[n] = 0;
 }

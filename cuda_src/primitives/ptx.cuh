@@ -223,11 +223,6 @@ __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Scope: thread. Orders its writes to shared memory before reads by the accelerator and by warpgroup products; a barrier must follow.
-// Scope: block. The next kernel may begin, if it was launched to begin early; and it waits here until this one is over, and all it wrote is
-// there (sm_90).
-__device__ inline void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Scope: cluster. What was written to shared memory before it is there for all blocks after it.
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -72,8 +72,6 @@ inline void red_add_4(float* global, const float (&x)[4]) {
   for (int n = 0; n < 4; ++n) global[n] += x[n];
 }
 inline void global_load_16(unsigned (&x)[4], const void* global) { std::memcpy(x, global, 16); }
-inline void let_next_begin() {}
-inline void wait_for_previous() {}
 inline int count_up(int* global) { return (*global)++; }
 inline float global_load_l2(const float* global) { return *global; }
 inline void global_load_l2_4(float (&x)[4], const float* global) { std::memcpy(x, global, 16); }

@@ -256,9 +256,11 @@ def over_cache(**options: Any) -> tuple[dict[str, Any], Any]:
     )
 
 
-def test_attention_over_a_cache_reads_it_where_it_is(gpu: Gpu) -> None:
+def test_attention_over_a_cache_reads_it_where_it_is(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
     given, out = over_cache(cache_leftpad=Array((2,), np.int32))
-    (call,) = gpu.launches
+    begin, call = gpu.launches
+    assert begin.packed == call.packed
     named = {"q": "q", "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "page_table": "page_table", "first_k": "cache_leftpad"}
     assert {field: call.packed[field] for field in named} == {field: given[name].data.ptr for field, name in named.items()}
     assert call.packed["out"] == out.data.ptr
@@ -284,11 +286,11 @@ def test_what_is_appended_is_there_before_the_attention(gpu: Gpu, monkeypatch: p
     }
     caches: dict[str, Any] = {name: Array((9, 16, 2, 64), np.int8) for name in ("k_cache", "v_cache")}
     given, _ = over_cache(**options, **caches, k_descale=0.25, v_descale=Array((2, 2), np.float32))
-    append, attention = gpu.launches
+    append, _, attention = gpu.launches
     assert append.packed["forward"] == attention.packed
     made = [x.data.ptr for x in captured[0]]
-    assert [append.packed[name] for name in ("rotated_q", "used_k", "first_k")] == made
-    assert [attention.packed[name] for name in ("q", "seqused_k", "first_k")] == made
+    assert [append.packed[name] for name in ("rotated_q", "used_k", "first_k")] == made[:3]
+    assert [attention.packed[name] for name in ("q", "seqused_k", "first_k", "part_out", "part_lse", "arrived")] == made
     names = ("q", "k_new", "v_new", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_leftpad", "k_cache", "v_cache")
     assert [append.packed[name] for name in names] == [given[name].data.ptr for name in names]
     numbers = {
@@ -313,7 +315,7 @@ def test_calls_over_caches_of_a_kind_are_prepared_once(gpu: Gpu, monkeypatch: py
     shared = Array((9, 16, 2, 64), np.float16)
     with pytest.raises(ShapeError, match="k_cache overlaps v_cache in memory"):  # although one of its kind was in order
         over_cache(**new, k_cache=shared, v_cache=shared)
-    assert len(gpu.launches) == 6
+    assert len(gpu.launches) == 9
 
 
 def test_vectors_in_host_memory_are_copied_beside_a_cache(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,15 +326,15 @@ def test_vectors_in_host_memory_are_copied_beside_a_cache(gpu: Gpu, monkeypatch:
         return arrays.read(copies[name], name)
 
     monkeypatch.setattr(arrays, "to_device", to_device)
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
     over_cache(cache_seqlens=np.ones(2, np.int32), page_table=np.zeros((2, 8), np.int32)[:, ::2])
     packed = gpu.launches[-1].packed
     assert (packed["seqused_k"], packed["page_table"]) == tuple(copies[name].data.ptr for name in ("cache_seqlens", "page_table"))
     assert packed["page_table_stride"] == 4
     q, pages = Array((3, 4, 64), np.float16), Array((9, 16, 2, 64), np.float16)
-    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
     vectors = {"page_table": np.zeros((2, 4), np.int32), "cu_seqlens_k": np.zeros(3, np.int32)}
     cupyflash.attention_varlen(q, pages, Array(pages.shape, np.float16), np.array([0, 1, 3], np.int32), **vectors)
-    append, attention = gpu.launches[-2:]
+    append, _, attention = gpu.launches[-3:]
     assert append.packed["forward"] == attention.packed
     assert append.packed["cache_seqlens"] == 0
     assert attention.packed["seqused_k"] == append.packed["used_k"] != 0

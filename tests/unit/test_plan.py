@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 import struct
@@ -382,31 +383,67 @@ def test_supports_answers_for_backward_calls() -> None:
     assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_sm80__")
 
 
-def test_a_call_over_a_cache_is_attention_after_what_it_reads() -> None:
-    def planned(device: DeviceSpec = KNOWN["90a"], cache_dtype: str = "bfloat16", **more: Any) -> plan.Plan:
-        fields = {name: more.pop(name) for name in [*more] if name in AttentionProblem._fields}
-        return plan.cached(CacheProblem(problem(seqlen_q=1, **fields), cache_dtype, 16, **more), device)
+def planned_over_cache(device: DeviceSpec = KNOWN["90a"], cache_dtype: str = "bfloat16", page_size: int | None = 16, **more: Any) -> plan.Plan:
+    fields = {"seqlen_q": 1} | {name: more.pop(name) for name in [*more] if name in AttentionProblem._fields}
+    return plan.cached(CacheProblem(problem(**fields), cache_dtype, page_size, **more), device)
 
+
+def test_a_call_over_a_cache_is_attention_after_what_it_reads() -> None:
+    planned = functools.partial(planned_over_cache, dtype="float32", cache_dtype="float32")
     (step,) = planned().steps  # lengths are read where they are
-    assert (step.variant.name, step.grid, planned().workspaces) == ("fwd_simple__bf16_d128__w4__paged_used", (4, 1, 1), ())
+    assert (step.variant.name, step.grid, planned().workspaces) == ("fwd_simple__f32_d128__w4__paged_used", (4, 1, 1), ())
+    assert planned(page_size=None).steps[0].variant.name == "fwd_simple__f32_d128__w4__used"
     append, attention = planned(seqlen_new=3).steps
-    assert (append.variant.name, append.grid) == ("cache_append__bf16__w4__paged", ((2 * 2 * 3 * 2 + 1 + 3) // 4, 1, 1))
+    assert (append.variant.name, append.grid) == ("cache_append__f32__w4__paged", ((2 * 2 * 3 * 2 + 1 + 3) // 4, 1, 1))
     assert attention.variant == step.variant
     assert planned(seqlen_new=3, leftpad=True).workspaces == (("used_k", 8), ("first_k", 8))
     append, _ = planned(rotary_dim=64, rotary="float32", cache_dtype="int8").steps
-    assert (append.variant.name, append.grid) == ("cache_append__bf16__w4__cachedint8_paged_rotaryf32", (5, 1, 1))
-    assert planned(rotary_dim=64, rotary="bfloat16").workspaces == (("rotated_q", 2 * 8 * 128 * 2), ("used_k", 8))
+    assert (append.variant.name, append.grid) == ("cache_append__f32__w4__cachedint8_paged", (5, 1, 1))
+    assert planned(rotary_dim=64, rotary="float32").workspaces == (("rotated_q", 2 * 8 * 128 * 4), ("used_k", 8))
     assert planned(cu_seqlens_k=True, packed=True).workspaces == (("used_k", 8),)
     assert planned(num_heads_q=0, batch=0) == plan.Plan(())
     assert [step.variant.family for step in planned(num_heads_q=0, seqlen_new=3).steps] == ["cache_append"]
     assert [step.variant.family for step in planned(batch=0, packed=True, cu_seqlens_k=True).steps] == ["fwd_simple"]
-    with pytest.raises(cupyflash.UnsupportedError, match=r"cache_append__bf16__w4__paged would need \d+ blocks"):
+    with pytest.raises(cupyflash.UnsupportedError, match=r"cache_append__f32__w4__paged would need \d+ blocks"):
         planned(seqlen_new=1 << 30)
     for arch in KNOWN:
-        assert [step.variant.family for step in planned(KNOWN[arch], head_dim=576, head_dim_v=512, seqlen_new=1).steps] == [
-            "cache_append",
-            "fwd_simple",
-        ]
+        families = [step.variant.family for step in planned(KNOWN[arch], head_dim=576, head_dim_v=512, seqlen_new=1).steps]
+        assert families == ["cache_append", "fwd_simple"]
+    (append, *_) = planned_over_cache(rotary_dim=64, rotary="float32", cache_dtype="int8").steps
+    assert append.variant.name == "cache_append__bf16__w4__cachedint8_paged_rotaryf32"
+
+
+def test_decode_has_a_block_or_two_for_each_sm() -> None:
+    planned = functools.partial(planned_over_cache, batch=32, num_heads_q=32, num_heads_kv=8, seqlen_k=8192)
+    append, begin, step = planned(seqlen_new=1).steps
+    assert [append.variant.family, begin.variant.name] == ["cache_append", "decode_begin__f32__w4"]
+    assert step.variant.name == "decode__bf16_d128__m16n16s3w4b2__paged_used_wholepages"
+    assert (step.grid, planned().section, planned().splits) == ((128, 1, 1), 8, (0, 256))  # 16 teams of 8 heads
+    assert planned().workspaces == (("part_out", 256 * 16 * 128 * 4), ("part_lse", 256 * 16 * 4), ("arrived", 256 * 4))
+    assert planned(page_size=24).steps[-1].variant.flags == ("paged", "used")
+    assert planned(page_size=None).steps[-1].variant.flags == ("used",)
+    assert planned(page_size=None, leftpad=True).steps[-1].variant.flags == ("paged", "used")
+    assert planned(page_size=None, batch_idx=True).steps[-1].variant.flags == ("paged", "used")
+    assert planned(batch=128).steps[-1].grid == (264, 1, 1)  # more to begin and to end
+    narrow = planned(cache_dtype="int8", page_size=None).steps[-1]
+    assert (narrow.variant.name, narrow.grid) == ("decode__bf16_d128__m16n32s3w4b2__cachedint8_used", (264, 1, 1))
+    assert planned(num_heads_q=36, num_heads_kv=6).section == 6
+    assert planned(num_heads_q=37, num_heads_kv=37).section == 1  # a team of all would leave every fourth block without work
+    assert planned(split_size=1000).splits == (16, 32 * 8 * 8)
+    assert planned(num_splits=5).splits == (-5, 32 * 8 * 5)
+    assert planned(split_size=1000).steps[-1].variant.flags == ("paged", "splits", "used", "wholepages")
+    for arch in KNOWN:  # some rows fit the shared memory of each
+        assert {planned(KNOWN[arch], head_dim=d, head_dim_v=d).steps[-1].variant.family for d in (64, 128, 256)} == {"decode"}
+
+
+def test_one_sequence_of_few_heads_is_decoded_in_clusters() -> None:
+    planned = functools.partial(planned_over_cache, batch=1, num_heads_q=32, num_heads_kv=8, seqlen_k=8192)
+    (step,) = planned().steps
+    assert (step.variant.name, step.grid) == ("decode_cluster__bf16_d128__m16n16s3w4b2c16__paged_used_wholepages", (128, 1, 1))
+    assert planned(num_heads_kv=32).steps[0].variant.config.cluster == 4
+    others = {"batch": 2}, {"seqlen_k": 8193}, {"num_heads_kv": 4}, {"num_splits": 3}, {"packed": True}, {"device": KNOWN["80"]}
+    for other in others:
+        assert planned(**other).steps[-1].variant.family == "decode"
 
 
 def test_specs_are_what_the_architectures_have() -> None:
