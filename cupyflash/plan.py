@@ -114,7 +114,7 @@ def decode(
     # Two blocks an SM hide from one another where they begin and end something; with little to begin, one has less to merge, but cannot
     # widen bytes as fast as they come.
     units = _ceil_div(p.seqlen_k, unit)
-    share = variant.quantised and tiles * units > 16 * device.num_sms or tiles > 2 * device.num_sms
+    share = (variant.quantised and tiles * units > 16 * device.num_sms) or tiles > 2 * device.num_sms
     blocks = device.num_sms * (min(c.blocks, 2) if share else 1)
     # A team of blocks reads heads that lie side by side: as many as divide the heads and leave at most 4 % of the blocks.
     team = max(n for n in range(1, 33) if max(p.num_heads_kv, 1) % n == 0 and 25 * (blocks % n) <= blocks)

@@ -126,10 +126,9 @@ __device__ inline void narrow_queries(const ForwardParams& p, const Extent<C>& e
 
 // Scope: block. Queues the copy of a segment's rows.
 template <class C>
-__device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
+__device__ inline void copy_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
   using Element = typename C::Element;
   using T = typename Smem<C>::TileQ;
-  if constexpr (kQuantised<C>) return narrow_queries<C>(p, e, g, smem);
   for (int n = threadIdx.x; n < C::kBlockM * T::kChunks; n += 32 * C::kWarps) {
     const int row = n / T::kChunks, chunk = n % T::kChunks;
     const Element* const gQ = query_row<C>(p, e, g, row);
@@ -140,6 +139,16 @@ __device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, 
     } else {
       cp_async_16(smem_address(smem.q + T::at(row, chunk)), gQ + 8 * chunk, exists && 8 * chunk < p.head_dim ? 16 : 0);
     }
+  }
+}
+
+// Scope: block. The rows of a segment, for which `compute` waits.
+template <class C>
+__device__ inline void load_queries(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem) {
+  if constexpr (kQuantised<C>) {
+    narrow_queries<C>(p, e, g, smem);
+  } else {
+    copy_queries<C>(p, e, g, smem);
   }
 }
 

@@ -9,14 +9,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
 from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem
-from cupyflash.variants import BACKWARD, CACHED, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Variant
+from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -42,6 +42,7 @@ SPILLS_ON_BLACKWELL = {
     (128, "m64n128s2w8g242b1", False): 40,
     (256, "m64n64s2w8g222b1", False): 24,
     (256, "m64n64s2w8g222b1", True): 104,
+    (256, "m16n16s2w2b1", True): 12,
 }
 
 
@@ -144,12 +145,31 @@ def over_caches() -> Iterator[Case]:
                         yield Case(step.variant, arch)
 
 
+def decoding() -> Iterator[Case]:
+    """The kernels of few rows, of each width that the table has: without an option, with all, over caches of bytes. The fewest that differ
+    for architectures that have no instructions of their own."""
+    options = {"alibi": True, "sink": "float32", "softcap": 2.0, "window_left": 9, "window_right": 0, "write_lse": True}
+    packed = options | {"packed": True, "aligned16": False, "seqused_q": True}
+    everything: tuple[Any, ...] = (packed, {"page_size": 24, "num_splits": 9})
+    few = (everything, ({}, {"page_size": 16, "cache_dtype": "float8_e4m3fn"}))
+    many = (*few, ({}, {"page_size": None}), (options, {"page_size": 32}), ({}, {"page_size": None, "cache_dtype": "int8"}))
+    for d in sorted({row.head_dim for row in DECODE}):
+        for arch in KNOWN:
+            for dtype in ("bfloat16", "float16") if arch == "90a" else ("bfloat16",):
+                for given, more in many if arch == "90a" else few:
+                    for batch in (32, 1):  # alone in clusters, where there are any
+                        p = AttentionProblem(dtype, dtype, batch, 1, 999, 8, 8, d, d, 0.125, **given)
+                        problem = CacheProblem(p, **{"cache_dtype": dtype, **more})
+                        yield Case(plan.cached(problem, KNOWN[arch]).steps[-1].variant, arch)
+
+
 CASES = [
     pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}")
     for row, found in (
         *((row, cases(row)) for row in (*FORWARD, *BACKWARD)),
         (BACKWARD[-1], dict.fromkeys(around())),
         (CACHED[-1], dict.fromkeys(over_caches())),
+        (DECODE[-1], dict.fromkeys(decoding())),
     )
     for case in found
 ]
@@ -181,11 +201,11 @@ def test_compiles_without_spills(
     found = results[case].result()
     takes = f"{found.registers}" + (f"+{found.spilled_bytes}" if found.spilled_bytes else "")
     record_property("compiled", (case.variant.name, case.variant.smem_bytes, case.arch, takes))
-    allowed = (SPILLS_ON_BLACKWELL if case.arch in ("100", "120") and row in BACKWARD else SPILLS).get(key_of(row), 0)
+    allowed = (SPILLS | (SPILLS_ON_BLACKWELL if case.arch in ("100", "120") else {})).get(key_of(row), 0)
     if "packed" in case.variant.flags:
         allowed = max(allowed, SPILLS_OF_PACKED.get(case.variant.family, 0))
     assert found.spilled_bytes <= allowed
-    assert found.stack_bytes <= allowed
+    assert found.stack_bytes <= -(-allowed // 8) * 8
     assert not re.search(r"warning|\(C75\d\d\)", found.log), found.log
 
 

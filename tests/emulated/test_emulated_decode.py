@@ -24,7 +24,9 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="g++ is not in
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ROWS = [
     pytest.param(row, dtype, id=f"{row.config.tile}-{row.head_dim}-{dtype}")
-    for row, dtype in zip((row for row in variants.DECODE if row.family == "decode"), itertools.cycle(("bfloat16", "float16")), strict=False)
+    for row, dtype in zip(
+        (row for row in variants.DECODE if row.family == "decode"), itertools.cycle(("bfloat16", "float16")), strict=False
+    )
 ]
 
 

@@ -383,7 +383,9 @@ def test_supports_answers_for_backward_calls() -> None:
     assert cupyflash.supports(head_dim=64, device="sm_80", seqlen_q=0, seqlen_k=5, wrt=("k",)).reason.startswith("bwd_sm80__")
 
 
-def planned_over_cache(device: DeviceSpec = KNOWN["90a"], cache_dtype: str = "bfloat16", page_size: int | None = 16, **more: Any) -> plan.Plan:
+def planned_over_cache(
+    device: DeviceSpec = KNOWN["90a"], cache_dtype: str = "bfloat16", page_size: int | None = 16, **more: Any
+) -> plan.Plan:
     fields = {"seqlen_q": 1} | {name: more.pop(name) for name in [*more] if name in AttentionProblem._fields}
     return plan.cached(CacheProblem(problem(**fields), cache_dtype, page_size, **more), device)
 
