@@ -203,7 +203,8 @@ __device__ inline void decode(const ForwardParams& p, Smem<C>& smem) {
 
 }  // namespace cupyflash
 
-extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, Config::kBlocks) decode(const __grid_constant__ cupyflash::ForwardParams p) {
+extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, Config::kBlocks)
+    decode(const __grid_constant__ cupyflash::ForwardParams p) {
   extern __shared__ __align__(128) char dynamic_smem[];
   cupyflash::decode<Config>(p, *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem));
 }

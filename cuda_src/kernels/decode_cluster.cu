@@ -1,7 +1,8 @@
 // decode_cluster.cu: decode for one sequence, whose heads are too few to fill the GPU: for sm_90 and newer. Read it after decode.cu.
 //
 // Work       Each cluster has a key head, or a block of its rows, and its blocks have equal shares of the keys.
-// Merge      What the blocks have stays in their shared memory, where the others read it: no counters, no workspaces, and at 1024 keys, where
+// Merge      What the blocks have stays in their shared memory, where the others read it: no counters, no workspaces, and at 1024 keys,
+// where
 //            nothing takes long, 5 us instead of 8.
 #include "../primitives/decode.cuh"
 

@@ -1,5 +1,5 @@
-// bytes.cuh: as mma.cuh, of K and V whose numbers have 8 bits. In registers they become fp16, which holds all of them, and Q and P are fp16.
-// A tile of bytes is one of half as many 16-bit elements, so ldmatrix gives a lane four neighbours, or two and the two below them.
+// bytes.cuh: as mma.cuh, of K and V whose numbers have 8 bits. In registers they become fp16, which holds all of them, and Q and P are
+// fp16. A tile of bytes is one of half as many 16-bit elements, so ldmatrix gives a lane four neighbours, or two and the two below them.
 #pragma once
 
 #include "mma.cuh"

@@ -58,8 +58,8 @@ struct Smem {
   int first_inside;        // where the block begins: how many pieces lie before it in that sequence
   int first_sequence;
   int is_last;
-  unsigned lost;  // a bit for each row that left the range
-  float row_scale[C::kBlockM];  // of scores over a quantised cache
+  unsigned lost;                                             // a bit for each row that left the range
+  float row_scale[C::kBlockM];                               // of scores over a quantised cache
   float block_reference[C::kBlockM], block_sum[C::kBlockM];  // decode_cluster.cu: of all warps, whose O is in the place of the first one's
 };
 
@@ -322,8 +322,10 @@ struct KeyStream {
         }
         return exists(key + row) ? from : nullptr;
       };
-      CopyK::template queue<C, C::kBlockN>(to.k, p.head_dim, [&](int n, int row) { return row_at(nowK, p.k_stride_seq, n, row, CopyK::kRows); });
-      CopyV::template queue<C, C::kBlockN>(to.v, p.head_dim_v, [&](int n, int row) { return row_at(nowV, p.v_stride_seq, n, row, CopyV::kRows); });
+      CopyK::template queue<C, C::kBlockN>(to.k, p.head_dim,
+                                           [&](int n, int row) { return row_at(nowK, p.k_stride_seq, n, row, CopyK::kRows); });
+      CopyV::template queue<C, C::kBlockN>(to.v, p.head_dim_v,
+                                           [&](int n, int row) { return row_at(nowV, p.v_stride_seq, n, row, CopyV::kRows); });
     }
     cp_async_commit();
   }
@@ -376,7 +378,7 @@ __device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const
     }
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 16; ++n) {
-      const float(&left)[4] = rO[0][2 * n], (&right)[4] = rO[0][2 * n + 1];
+      const float (&left)[4] = rO[0][2 * n], (&right)[4] = rO[0][2 * n + 1];
       float* const out = &smem.out[warp][row][16 * n];
       if constexpr (kQuantised<C>) {  // whose columns alternate
         *reinterpret_cast<float4*>(out + 4 * (lane % 4)) = float4{left[2 * r], right[2 * r], left[2 * r + 1], right[2 * r + 1]};
@@ -445,8 +447,8 @@ __device__ inline void write(const ForwardParams& p, const Extent<C>& e, const S
     if (used) scale *= descale_of(p.v_descale, p.v_descale_of_all, g.b * p.v_descale_stride_batch + g.h_kv * p.v_descale_stride_head);
   }
   unsigned not_finite = 0;
-  Out* const out = static_cast<Out*>(p.out) + g.b * p.out_stride_batch + at.h * p.out_stride_head +
-                   (rows_before<C>(e.s) + at.token) * p.out_stride_seq;
+  Out* const out =
+      static_cast<Out*>(p.out) + g.b * p.out_stride_batch + at.h * p.out_stride_head + (rows_before<C>(e.s) + at.token) * p.out_stride_seq;
   for (int c = 0; c < 4; c += 2) {
     const int column = merged.column + c;
     const Pair<Out> pair = narrow_pair<Out>(used ? merged.out[c] * scale : 0.0f, used ? merged.out[c + 1] * scale : 0.0f);
@@ -457,8 +459,9 @@ __device__ inline void write(const ForwardParams& p, const Extent<C>& e, const S
     const float lse = used ? merged.lse() * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
     if (merged.column == 0) static_cast<float*>(p.lse)[first_in_vector<C>(p, e.s, g.b, at.h) + at.token] = lse;
   }
-  const bool in_range = (not_finite & 0x7fff7fff) == 0 && (merged.empty() || (merged.sum > 0.0f && merged.sum < infinity(0.0f) &&
-                                                                              fabsf(merged.reference) <= kLargestReference));
+  const bool in_range =
+      (not_finite & 0x7fff7fff) == 0 &&
+      (merged.empty() || (merged.sum > 0.0f && merged.sum < infinity(0.0f) && fabsf(merged.reference) <= kLargestReference));
   if (used && !in_range) atomicOr(&lost, 1u << merged.row);
 }
 

@@ -55,7 +55,7 @@ struct ForwardParams {
   int section;               // how many heads, or tokens of packed sequences, the order of the tiles takes together (plan.py)
   int tile_rows, tile_keys;  // of row_tiles and key_tiles
   int page_size, num_pages;
-  int split;  // decode.cu: units of a split, or minus the number of splits of a sequence; 0: blocks get equal shares
+  int split;        // decode.cu: units of a split, or minus the number of splits of a sequence; 0: blocks get equal shares
   int parts;        // that there is room for
   int group;        // query heads of a key head
   int head_groups;  // decode.cu: of `section` key heads each

@@ -147,8 +147,8 @@ __device__ inline float global_load_l2(const float* global) {
 __device__ inline void global_load_l2_4(float (&x)[4], const float* global) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(global) : "memory");
 }
-// Scope: thread. Adds 1 and returns what was there. What the block's threads have written before it, and the other blocks' before theirs, is
-// there for those who meet it afterwards.
+// Scope: thread. Adds 1 and returns what was there. What the block's threads have written before it, and the other blocks' before theirs,
+// is there for those who meet it afterwards.
 __device__ inline int count_up(int* global) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(global) : "memory");
