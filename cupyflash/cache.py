@@ -251,7 +251,8 @@ def _on_gpu(
     if appends:
         given = operands.seqused_k if more.cache_seqlens is None else more.cache_seqlens
         numbers += (params.cache_numbers(problem, operands.q, given, more),)
-    packing = launch.Packing("Q" * len(params.POINTER_NAMES), numbers, (params.CACHE if appends else params.FORWARD).size)
+    maps = launch.maps_of(schedule, seen._asdict(), like.device_id)
+    packing = launch.Packing("Q" * len(params.POINTER_NAMES), numbers, (params.CACHE if appends else params.FORWARD).size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
     allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)
     allocators = [(name, arrays.allocator(view, like)) for name, view in workspaces.items()]

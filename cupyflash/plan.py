@@ -61,13 +61,23 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
     """The plan of one forward call; UnsupportedError where no variant serves it."""
     p = problem
     _check_head_dims(p)
-    args = tuple(name for name, used in _buffers(p).items() if used)
     if device.arch == "host":
-        variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
-        return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
+        return _on_host(p)
     if 0 in (p.num_heads_q, p.seqlen_q) or (p.batch == 0 and not p.packed):
         return Plan(())  # a grid of 0 is an error to the driver
-    variant, row = _choose(p, device, FORWARD)
+    return _in_tiles(p, device, FORWARD)
+
+
+def _on_host(p: AttentionProblem) -> Plan:
+    args = tuple(name for name, used in _buffers(p).items() if used)
+    variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
+    return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
+
+
+def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> Plan:
+    """The plan of many query rows: each head has tiles of its own."""
+    args = tuple(name for name, used in _buffers(p).items() if used)
+    variant, row = _choose(p, device, table)
     tiles, section = _num_tiles(p, variant), 1
     if isinstance(variant.config, Sm90Config):  # a block for each SM, which takes tile after tile
         tiles = min(tiles, device.num_sms)
@@ -196,20 +206,40 @@ def cached(problem: CacheProblem, device: DeviceSpec) -> Plan:
         if dim > most:
             raise UnsupportedError(f"no kernel for {name} {dim} over a cache: {most} is the largest")
     if device.arch == "host":
-        variant = Variant("host", p.dtype, p.head_dim, p.head_dim_v, _flags(p))
-        args = tuple(name for name, used in _buffers(p).items() if used)
-        return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
+        return _on_host(p)
     steps, workspaces = _appending(problem)
-    if 0 not in (p.num_heads_q, p.seqlen_q) and (p.batch or p.packed):
-        p = p._replace(seqused_k=True)  # lengths are always given
-        if _decodes(p, device):
-            schedule = decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size)
-            kept = (*((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes), *schedule.workspaces)
-            return schedule._replace(steps=(*steps, *schedule.steps), workspaces=kept)
-        variant, row = _choose(p, device, CACHED, _cache_flags(problem))
-        args = tuple(name for name, used in _buffers(p).items() if used)
-        steps += (Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, row.why),)
-    return Plan(steps, tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes))
+    attends = 0 not in (p.num_heads_q, p.seqlen_q) and (p.batch or p.packed)
+    schedule = _over_cache(problem, device) if attends else Plan(())
+    kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes)
+    return schedule._replace(steps=(*steps, *schedule.steps), workspaces=(*kept, *schedule.workspaces))
+
+
+def _over_cache(problem: CacheProblem, device: DeviceSpec) -> Plan:
+    """The attention of a call over a cache, by one of three kernels: tiles of query rows, `decode`, or one warp a row."""
+    p = problem.attention._replace(seqused_k=True)  # lengths are always given
+    if _in_tiles_over_cache(problem, device):
+        return _in_tiles(p, device, tuple(row for row in FORWARD if row.longest is None))  # nobody knows how many of the slots are in use
+    if _decodes(p, device):
+        return decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size)
+    variant, row = _choose(p, device, CACHED, _cache_flags(problem))
+    args = tuple(name for name, used in _buffers(p).items() if used)
+    return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, row.why),))
+
+
+# A tile of the forward is 64 to 256 tokens of one query head, a tile of `decode` 16 rows: tokens of all query heads of a key head. So a
+# head of the cache is read ceil(tokens / 128) x group times by the one and ceil(tokens x group / 16) times by the other, whose products are
+# those of mma.sync. From 64 tokens a sequence on, where half of a tile has rows, the first should be faster. TODO: measured on no GPU yet.
+_CHUNK = 64
+
+
+def _in_tiles_over_cache(problem: CacheProblem, device: DeviceSpec) -> bool:
+    """Whether a call over a cache takes the tiles of `forward`: where they can read its keys, and its sequences have many query tokens or
+    options that `decode` has not. Only `decode` splits keys, as a caller may ask for."""
+    p = problem.attention
+    if _is_paged(problem) or problem.cache_dtype != p.dtype or max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
+        return False
+    splits = problem.split_size is not None or problem.num_splits not in (None, 1)
+    return (p.seqlen_q >= _CHUNK and not splits) or not _decodes(p, device)
 
 
 def _appending(problem: CacheProblem) -> tuple[tuple[Step, ...], dict[str, int]]:
@@ -233,9 +263,12 @@ def _appending(problem: CacheProblem) -> tuple[tuple[Step, ...], dict[str, int]]
 
 
 def _cache_flags(problem: CacheProblem) -> tuple[str, ...]:
-    """A cache that is not paged is what attention takes anyway, where nothing else is said of it."""
-    paged = problem.page_size is not None or problem.batch_idx or problem.leftpad or problem.attention.packed
-    return (*_quantised(problem), *(("paged",) if paged else ()))
+    return (*_quantised(problem), *(("paged",) if _is_paged(problem) else ()))
+
+
+def _is_paged(problem: CacheProblem) -> bool:
+    """A cache that is not is what attention takes anyway, where nothing else is said of it."""
+    return problem.page_size is not None or problem.batch_idx or problem.leftpad or problem.attention.packed
 
 
 def _quantised(problem: CacheProblem) -> tuple[str, ...]:

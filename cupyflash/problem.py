@@ -267,6 +267,8 @@ def _state(
     if sequences is not None:
         batch = sequences
     left, right, top_left = _window(causal, window_size, seqlen_q, seqlen_k)
+    # A result that is still to be made is compact.
+    aligned16 = _aligned16(q, k, v) and (_aligned16(out) if out is not None else head_dim_v * ITEMSIZE[out_dtype or q.dtype] % 16 == 0)
     problem = AttentionProblem(
         dtype=q.dtype,
         out_dtype=out_dtype or q.dtype,
@@ -289,8 +291,8 @@ def _state(
         seqused_q=arrays.seqused_q is not None,
         seqused_k=arrays.seqused_k is not None,
         write_lse=return_lse,
-        tensor_maps=all(_aligned16(view) and _mappable(view) for view in (q, k, v, out) if view is not None),
-        aligned16=_aligned16(q, k, v) and (_aligned16(out) if out is not None else head_dim_v * ITEMSIZE[out_dtype or q.dtype] % 16 == 0),
+        tensor_maps=aligned16 and all(_mappable(view) for view in (q, k, v, out) if view is not None),
+        aligned16=aligned16,
     )
     scores = (batch, num_heads_q, seqlen_q, seqlen_k)
     operands = Operands(
@@ -361,7 +363,14 @@ def cached(
 
     seen = arrays._replace(k=of_each_sequence(k), v=of_each_sequence(v))
     problem, operands = _state(seen, "bshd", batch if packed else None, out_dtype=out_dtype, **options)
-    problem = problem._replace(aligned16=problem.aligned16 and _aligned16(k, v), tensor_maps=False, packed=packed)
+    rotary_dim = _rotary_dim(more, head_dim)
+    aligned16 = problem.aligned16 and _aligned16(k, v)
+    problem = problem._replace(
+        aligned16=aligned16,
+        # Turned queries are compact.
+        tensor_maps=problem.tensor_maps and aligned16 and _mappable(k) and _mappable(v) and not (rotary_dim and head_dim % 8),
+        packed=packed,
+    )
     if packed:
         problem = problem._replace(
             longest_q=_length_hint("max_seqlen_q", max_seqlen_q, tokens), longest_k=_length_hint("max_seqlen_k", max_seqlen_k, slots)
@@ -388,7 +397,7 @@ def cached(
         cache_dtype=k.dtype,
         page_size=None if table is None else page_size,
         seqlen_new=0 if k_new is None else k_new.shape[1],
-        rotary_dim=_rotary_dim(more, head_dim),
+        rotary_dim=rotary_dim,
         rotary_interleaved=_flag("rotary_interleaved", rotary_interleaved),
         rotary=None if more.rotary_cos is None else more.rotary_cos.dtype,
         batch_idx=more.cache_batch_idx is not None,

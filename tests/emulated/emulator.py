@@ -132,11 +132,13 @@ def _encode(view: Any, rows: int) -> bytes:
     """BoxMap in ptx.h, of a (B, S, H, D) view."""
     batch, seqlen, heads, dim = view.shape
     strides = [0 if n == 1 else 2 * s for n, s in zip(view.shape, view.strides, strict=True)]
+    assert min(view.shape) > 0 and all(0 <= s < 1 << 40 and s % 16 == 0 for s in strides[:3]), "the driver refuses such a map"  # noqa: PT018
     box = struct.pack("<Q4q4qi", 0, dim, seqlen, heads, batch, 2, strides[1], strides[2], strides[0], rows)
     return box.ljust(tensormap.MAP_BYTES, b"\0")
 
 
 def _replace_address(place: int, ptr: int) -> None:
+    assert ptr % 16 == 0, "the driver refuses such an address"
     ctypes.c_uint64.from_address(place).value = ptr
 
 

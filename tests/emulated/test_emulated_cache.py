@@ -20,9 +20,12 @@ import emulator  # noqa: E402
 import test_known_failures_kvcache as failures  # noqa: E402
 import test_kvcache  # noqa: E402
 import test_kvcache_calls as calls  # noqa: E402
+import test_kvcache_chunks as chunks  # noqa: E402
 from emulator import emulated  # noqa: E402
 
 import cupyflash  # noqa: E402
+from cupyflash import plan, variants  # noqa: E402
+from cupyflash.variants import Row, SimpleConfig  # noqa: E402
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="g++ is not installed: it compiles the kernels for the CPU")
 
@@ -83,13 +86,18 @@ def kernels(request: pytest.FixtureRequest) -> None:
     def every() -> None:
         for item in request.session.items:
             if item.path == request.path:
-                given = {"rng": np.random.default_rng(0), **getattr(getattr(item, "callspec", None), "params", {})}
+                given = {"rng": np.random.default_rng(0), "monkeypatch": patch}
+                given |= getattr(getattr(item, "callspec", None), "params", {})
                 with contextlib.suppress(AssertionError):  # nothing is computed
                     item.obj(**{name: given[name] for name in inspect.signature(item.obj).parameters})
 
     with pytest.MonkeyPatch.context() as patch:
         replace(patch)
-        for module, names in ((test_kvcache, ("judge", "check_appended")), (np.testing, ("assert_allclose", "assert_array_equal"))):
+        for module, names in (
+            (test_kvcache, ("judge", "check_appended")),
+            (chunks, ("judge",)),
+            (np.testing, ("assert_allclose", "assert_array_equal")),
+        ):
             for name in names:
                 patch.setattr(module, name, nothing)
         emulator.compile_kernels_of(every)
@@ -203,3 +211,36 @@ def test_a_cache_without_slots(shape: tuple[int, ...], rng: np.random.Generator)
         out, lse, _ = cupyflash.attention_with_kvcache(q, *caches, return_lse=True, **given, **more)
         np.testing.assert_array_equal(out, 0)
         np.testing.assert_array_equal(lse, -np.inf)
+
+
+# --- chunks ------------------------------------------------------------------------------------------------------------------------------
+
+
+def chunk_rows() -> list[Any]:
+    """Each row of sm_90a that many query rows over a cache may take; of sm_80 one of those that read lengths."""
+    rows = [row for row in variants.FORWARD if row.longest is None and not isinstance(row.config, SimpleConfig)]
+    rows = [row for row in rows if row.arch or (row.options and row.head_dim == 128)]
+    dtypes = ("bfloat16", "float16")
+    names = [f"{row.family}-{row.head_dim}-{row.config.tile}{'-options' * row.options}" for row in rows]
+    return [pytest.param(row, dtypes[n % 2], id=f"{names[n]}-{dtypes[n % 2]}") for n, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("row", "dtype"), chunk_rows())
+def test_chunks(row: Row, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "FORWARD", (row,))
+    chunks.edges_agree(rng, dtype, None, row)
+    assert row.family in emulator.ran[-1]
+
+
+CHUNKS = [
+    (chunks.test_chunks_with_every_other_option, {"page_size": None}),
+    (chunks.test_a_mask_over_a_cache, {"page_size": None}),
+    (chunks.test_the_length_of_the_buffer_changes_no_bit_of_a_chunk, {"page_size": None}),
+    (chunks.test_chunks_whose_rows_are_not_whole_loads, {}),
+]
+
+
+@pytest.mark.parametrize(("call", "options"), CHUNKS, ids=[f"{call.__name__}-{'-'.join(map(str, how.values()))}" for call, how in CHUNKS])
+def test_calls_of_chunks(call: Any, options: dict[str, Any], rng: np.random.Generator) -> None:
+    call(rng=rng, **options)
+    assert "fwd_sm90" in emulator.ran[-1]  # of the last call

@@ -20,7 +20,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'c
 import ml_dtypes  # noqa: E402
 import test_kvcache  # noqa: E402
 import test_kvcache_calls  # noqa: E402
-from on_gpu import LIBRARIES, Move, compile_ahead, host_kvcache, host_varlen, nan_memory, only  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_kvcache, host_varlen, nan_memory, needs, only, row_name  # noqa: E402
 from test_graphs import Graph, overwrite  # noqa: E402
 from test_known_failures_kvcache import *  # noqa: E402, F403
 from test_known_failures_kvcache import vector  # noqa: E402
@@ -36,6 +36,8 @@ from test_kvcache_calls import (  # noqa: E402, F401
     test_the_tokens_of_a_prompt_have_the_same_keys_in_one_call_and_in_many,
     test_with_split_size_a_sequence_has_the_same_bits_in_every_batch,
 )
+from test_kvcache_chunks import *  # noqa: E402, F403
+from test_kvcache_chunks import edges_agree  # noqa: E402
 from test_same_as_host import seeded as seeded_of_ways  # noqa: E402
 
 import cupyflash  # noqa: E402
@@ -109,6 +111,19 @@ def kernels(request: pytest.FixtureRequest) -> None:
                 with contextlib.suppress(UnsupportedError):
                     found |= {step.variant for step in plan.cached(problem, device.query(0)).steps}
     compile_ahead(found)
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------------------------
+
+
+CHUNKS = [row for row in variants.FORWARD if row.longest is None and (row.arch or (row.family == "fwd_sm80" and row.options))]
+
+
+@pytest.mark.parametrize("row", CHUNKS, ids=row_name)
+def test_chunks_by_each_row(row: variants.Row, rng: np.random.Generator) -> None:
+    needs(row)
+    with only(row):
+        edges_agree(rng, "bfloat16", None, row)
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------------------------

@@ -343,6 +343,19 @@ def test_vectors_in_host_memory_are_copied_beside_a_cache(gpu: Gpu, monkeypatch:
     ]
 
 
+def test_tensor_maps_of_a_chunk_are_of_what_is_appended_and_turned(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "is_capturing", lambda like: False)
+    caches = {name: Array((2, 160, 2, 64), np.float16) for name in ("k_cache", "v_cache")}
+    tokens = {name: Array((2, 70, heads, 64), np.float16) for name, heads in (("q", 4), ("k_new", 2), ("v_new", 2))}
+    tables = {name: Array((999, 16), np.float32) for name in ("rotary_cos", "rotary_sin")}
+    _, out = over_cache(**caches, **tokens, **tables, page_table=None)
+    append, attention = gpu.launches
+    assert append.packed["forward"] == attention.packed
+    assert attention.packed["q"] == append.packed["rotated_q"] != tokens["q"].data.ptr
+    rows = [(append.packed["rotated_q"], (64, 70, 4, 2)), *((x.data.ptr, (64, 160, 2, 2)) for x in caches.values())]
+    assert maps_of(attention) == [*rows, (out.data.ptr, (64, 70, 4, 2))]
+
+
 def launched(gpu: Gpu) -> Any:
     """What a launcher of fwd_sm80, which has no maps, is made of."""
     problem = api.dense(api.Operands(*(arrays.describe(arrays.read(x, "x")[1], "x") for x in make())))[0]

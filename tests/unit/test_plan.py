@@ -448,6 +448,29 @@ def test_one_sequence_of_few_heads_is_decoded_in_clusters() -> None:
         assert planned(**other).steps[-1].variant.family == "decode"
 
 
+def test_many_query_rows_over_a_cache_have_the_tiles_of_the_forward() -> None:
+    def families(device: str = "90a", page_size: int | None = None, cache_dtype: str = "bfloat16", **more: Any) -> list[str]:
+        fields = {name: more.pop(name) for name in [*more] if name in AttentionProblem._fields}
+        steps = plan.cached(CacheProblem(problem(**fields), cache_dtype, page_size, **more), KNOWN[device]).steps
+        return [step.variant.family for step in steps]
+
+    few = ["decode_begin", "decode"]
+    assert families(seqlen_q=64) == ["fwd_sm90"]
+    assert families(seqlen_q=63) == few
+    assert families(seqlen_q=64, seqlen_new=64) == ["cache_append", "fwd_sm90"]
+    assert families("80") == families(tensor_maps=False) == ["fwd_sm80"]
+    assert families(mask=True) == families(mask=True, seqlen_q=1) == ["fwd_sm90"]  # decode has none
+    assert families(split_size=64) == families(num_splits=2) == families(leftpad=True) == families("80", page_size=16) == few
+    assert families(num_splits=1) == ["fwd_sm90"]
+    assert families(cache_dtype="int8") == families(dtype="float32", cache_dtype="float32") == ["fwd_simple"]
+    assert families(head_dim=576, head_dim_v=512) == ["fwd_simple"]
+    step = plan.cached(CacheProblem(problem(window_right=0), "bfloat16", None), KNOWN["90a"]).steps[-1]
+    assert step.variant.flags == ("causal", "used")
+    lengths = (100, 1 << 17)  # of the buffers; how much of them is in use is not known
+    plans = [plan.cached(CacheProblem(problem(window_right=0, seqlen_k=n), "bfloat16", None), KNOWN["90a"]) for n in lengths]
+    assert plans[0].steps == plans[1].steps
+
+
 def test_specs_are_what_the_architectures_have() -> None:
     assert KNOWN["90a"].capability == 90
     assert HOST_SPEC.capability == 0

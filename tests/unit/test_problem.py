@@ -11,7 +11,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, DtypeError, ShapeError
-from cupyflash.problem import AttentionProblem, Operands, dense, pack_heads
+from cupyflash.problem import AttentionProblem, CacheOperands, Operands, cached, dense, pack_heads
 
 
 def call(q: Any = (2, 5, 4, 8), k: Any = (2, 7, 2, 8), v: Any = None, dtype: Any = np.float32, **options: Any) -> Any:
@@ -217,6 +217,31 @@ def test_rows_on_16_byte_boundaries() -> None:
     assert not aligned((1, 3, 2, 12), np.float16)
     assert aligned((1, 3, 2, 4), F32)
     assert not aligned((1, 3, 2, 4), F32, offset=1)
+
+
+def test_tensor_maps_describe_rows_on_16_byte_boundaries_of_results_too() -> None:
+    """A result that is still to be made has rows without gaps."""
+    from cupyflash.arrays import view
+
+    wide = np.zeros((1, 3, 2, 64), np.float16)
+    whole, narrow = view(wide, "q"), view(wide[..., :60], "v")
+    assert dense(Operands(whole, whole, whole))[0].tensor_maps
+    assert not dense(Operands(whole, whole, narrow))[0].tensor_maps
+    assert dense(Operands(whole, whole, narrow, out=narrow))[0].tensor_maps
+
+    lengths = view(np.zeros(1, np.int32), "cache_seqlens")
+
+    def over_cache(q: Any, v: Any, **more: Any) -> bool:
+        return cached(Operands(q, q, v, out=v), CacheOperands(lengths, **more))[0].attention.tensor_maps
+
+    turned = dict.fromkeys(("rotary_cos", "rotary_sin"), view(np.ones((3, 30), np.float16), "rotary_cos"))
+    assert over_cache(whole, narrow)
+    assert over_cache(whole, narrow, **turned)
+    assert over_cache(narrow, narrow)
+    assert not over_cache(narrow, narrow, **turned)  # turned queries are compact
+    empty = view(np.zeros((0, 16, 2, 64), np.float16), "k_cache")
+    table = view(np.zeros((1, 2), np.int32), "page_table")
+    assert not cached(Operands(whole, empty, empty), CacheOperands(lengths, page_table=table))[0].attention.tensor_maps
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
