@@ -17,13 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 import cupyflash
 from cupyflash import api, backward, device, environment, jit, plan, variants
-from cupyflash.problem import CacheOperands, Operands, cached
-
-from .cases import CacheCase
 
 ALL_OPTIONS = ("alibi", "bias", "local", "mask", "sink", "softcap", "used")
 
@@ -169,14 +164,6 @@ def present(problem: dict[str, Any], family: str | None) -> tuple[Any, Any]:
             if found:
                 return row, found.variants[0]
         raise cupyflash.UnsupportedError(cupyflash.supports(device="cuda", **problem).reason)
-
-
-def over_cache(case: CacheCase) -> list[Any]:
-    """The variants that a call over a cache launches on this GPU, in order; `cupyflash.supports` is not asked about caches."""
-    q, k, v = (api._shape_only(shape, dtype) for shape, dtype in zip(case.shapes, case.dtypes, strict=True))
-    more = {name: api._shape_only(x.shape, "int32") if isinstance(x, np.ndarray) else x for name, x in case.packing.items()}
-    problem, *_ = cached(Operands(q, k, v), CacheOperands(**more), **case.options)
-    return [step.variant for step in plan.cached(problem, device.named("cuda")).steps]
 
 
 def configs(like: Any, tiles: Sequence[tuple[int, int]] = ()) -> list[Any]:

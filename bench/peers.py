@@ -20,7 +20,7 @@ import numpy as np
 
 import cupyflash
 
-from . import check, cublas, gpu, kernels, timing
+from . import check, cublas, gpu, timing
 from .cases import ITEMSIZE, Array, CacheCase, Case, Inputs
 from .timing import HOST, Call, CaptureError, Place, Round, Timing
 
@@ -594,9 +594,13 @@ def _rounds(
 
 
 def problem(case: Case) -> dict[str, Any]:
-    """The case as cupyflash.supports and cupyflash.warmup take it, which know packed sequences of one length: the longest."""
+    """The case as cupyflash.supports and cupyflash.warmup take it, which know packed sequences of one length: the longest. The scales of a
+    quantised cache change no kernel."""
     sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "dtype")
-    more = {**case.options, **({"packed": True} if case.lengths else {}), **({"wrt": ("q", "k", "v")} if case.backward else {})}
+    more = {name: x for name, x in case.options.items() if not name.endswith("_descale")}
+    more |= {**({"packed": True} if case.lengths else {}), **({"wrt": ("q", "k", "v")} if case.backward else {})}
+    if isinstance(case, CacheCase):
+        more |= {"cached": True, "page_size": case.page_size or None, "cache_dtype": case.cache_dtype or None}
     return {**{name: getattr(case, name) for name in sizes}, **more}
 
 
@@ -606,8 +610,6 @@ _AROUND = ("packed_tiles", "bwd_delta", "bwd_convert", "bwd_sum", "decode_begin"
 
 def _kernels(case: Case) -> list[str]:
     """The names of the library's kernels for a case. A deterministic dq is planned as one that is asked for alone."""
-    if isinstance(case, CacheCase):
-        return [variant.name for variant in kernels.over_cache(case) if variant.family not in _AROUND]
     asked: list[dict[str, Any]] = [{"wrt": ("k", "v")}, {"wrt": ("q",)}] if case.deterministic else [{}]
 
     def chosen(**sizes: int) -> list[Any]:

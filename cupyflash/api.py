@@ -18,6 +18,7 @@ from cupyflash.problem import (
     ITEMSIZE,
     AttentionProblem,
     BackwardProblem,
+    CacheOperands,
     Causal,
     Operands,
     Window,
@@ -27,6 +28,7 @@ from cupyflash.problem import (
     to_bshd,
     varlen,
 )
+from cupyflash.problem import cached as over_cache
 from cupyflash.variants import Variant
 
 
@@ -646,6 +648,13 @@ def supports(
     return_lse: bool = False,
     packed: bool = False,
     wrt: Sequence[str] = (),
+    cached: bool = False,
+    page_size: int | None = None,
+    cache_dtype: str | None = None,
+    seqlen_new: int = 0,
+    rotary_dim: int = 0,
+    num_splits: int | None = None,
+    split_size: int | None = None,
 ) -> Support:
     """Whether `attention` computes such a call, without arrays and without a GPU; the same checks and tables decide both.
 
@@ -659,6 +668,9 @@ def supports(
     causal, window_size, softmax_scale, softcap, return_lse : as in `attention`.
     packed : the question is about `attention_varlen`, of `batch` sequences of these lengths.
     wrt : with names, as in `attention_backward`, the question is about that call.
+    cached : the question is about `attention_with_kvcache`, with room for seqlen_k keys a sequence: in pages of `page_size` if that is
+        given, of `cache_dtype` if they are not of q's, where `seqlen_new` tokens a sequence are appended and `rotary_dim` dims rotated;
+        num_splits and split_size as there. With `packed`, queries have cu_seqlens_q.
 
     Returns
     -------
@@ -697,29 +709,72 @@ def supports(
     views = {name: _shape_only(shape, dtype) for name, shape in shapes.items()}
     views |= {name: _shape_only(shape, kind) for name, (given, shape, kind) in options.items() if given}
     state: Callable[..., tuple[AttentionProblem, Operands]] = dense
+    how: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "out_dtype": out_dtype,
+        "return_lse": return_lse,
+    }
     try:
         if packed:
             refuse_unpacked(bias=bias or None, mask=mask or None)
             state = functools.partial(varlen, max_seqlen_q=seqlen_q, max_seqlen_k=sk)
-        problem, _ = state(
-            Operands(**views),
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            out_dtype=out_dtype,
-            return_lse=return_lse,
-        )
+        if cached:
+            if bias or wrt:
+                raise UnsupportedError("attention over a cache takes no bias and has no gradient", ("attention and attention_varlen do",))
+            more = _cache_shapes(batch, sk, hkv, (head_dim, dv), page_size, cache_dtype or dtype, dtype, seqlen_new, rotary_dim, packed)
+            views |= {name: more.pop(name) for name in "kv"}
+            views.pop("cu_seqlens_k", None)
+            how |= {"num_splits": num_splits, "split_size": split_size, "max_seqlen_q": seqlen_q if packed else None}
+            return _supported(plan.cached(over_cache(Operands(**views), CacheOperands(**more), **how)[0], named(device)))
+        problem, _ = state(Operands(**views), **how)
         names = tuple(name for name in DIFFERENTIABLE if name in differentiated(wrt) and name in views)
         gradients = BackwardProblem(problem._replace(write_lse=False), names, bias_shape=(1, 1, seqlen_q, sk) if "bias" in names else ())
-        schedule = plan.backward(gradients, named(device)) if wrt else plan.forward(problem, named(device))
+        return _supported(plan.backward(gradients, named(device)) if wrt else plan.forward(problem, named(device)))
     except UnsupportedError as e:
         return Support(False, e.reason, e.alternatives)
     except CupyflashError as e:
         return Support(False, str(e))
-    step = next((step for step in schedule.steps if step.variant.family not in ("packed_tiles", "bwd_delta")), None)  # a table chose it
+
+
+def _supported(schedule: plan.Plan) -> Support:
+    helpers = ("packed_tiles", "bwd_delta", "cache_append", "decode_begin")
+    step = next((step for step in schedule.steps if step.variant.family not in helpers), None)  # a table chose it
     variants = tuple(step.variant for step in schedule.steps)
     return Support(True, f"{step.variant.name}: {step.why}" if step else "nothing is to be computed", (), variants)
+
+
+def _cache_shapes(
+    batch: int,
+    slots: int,
+    heads: int,
+    dims: tuple[int, int],
+    page_size: int | None,
+    cache_dtype: str,
+    dtype: str,
+    seqlen_new: int,
+    rotary_dim: int,
+    packed: bool,
+) -> dict[str, ArrayView]:
+    """A cache and what comes with it, by the names of Operands and CacheOperands."""
+    if page_size is not None and page_size < 1:
+        raise ShapeError(f"page_size={page_size} must be at least 1")
+    paged = page_size is not None
+    pages = 1 if page_size is None else -(-slots // page_size)
+    entries = (batch, slots) if page_size is None else (batch * pages, page_size)
+    tokens = (batch * seqlen_new,) if packed else (batch, seqlen_new)
+    made = {"cache_seqlens": _shape_only((batch,), "int32")}
+    if paged:
+        made["page_table"] = _shape_only((batch, pages), "int32")
+    for name, dim in zip("kv", dims, strict=True):
+        made[name] = _shape_only((*entries, heads, dim), cache_dtype)
+        if seqlen_new:
+            made[f"{name}_new"] = _shape_only((*tokens, heads, dim), dtype)
+    if rotary_dim:
+        made |= {name: _shape_only((slots, rotary_dim // 2), "float32") for name in ("rotary_cos", "rotary_sin")}
+    return made
 
 
 class Report(NamedTuple):

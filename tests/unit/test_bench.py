@@ -1304,14 +1304,14 @@ def test_decode_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("case", [CACHED, PAGED, CHUNK])
 def test_the_kernels_over_a_cache_are_those_of_the_call(monkeypatch, case, cache_dtype):
     planned, case = [], replace(case, cache_dtype=cache_dtype)
-    monkeypatch.setattr(kernels.device, "named", lambda name: name)
+    monkeypatch.setattr(cupyflash.api, "named", lambda name: name)
     monkeypatch.setattr(kernels.plan, "cached", lambda *problem_and_device: planned.append(problem_and_device) or kernels.plan.Plan(()))
     cupyflash.cache._prepare.cache_clear()
     peers.CupyFlash().bind(case, case.inputs())()
     assert peers._kernels(case) == []
     (called, on_host), (asked, on_gpu) = planned
     assert (on_host, on_gpu) == (kernels.device.HOST_SPEC, "cuda")
-    assert asked == called
+    assert asked == called._replace(k_descale=1.0, v_descale=1.0)
 
 
 @pytest.mark.usefixtures("small", "gpu_machine")

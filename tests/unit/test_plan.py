@@ -462,13 +462,37 @@ def test_many_query_rows_over_a_cache_have_the_tiles_of_the_forward() -> None:
     assert families(mask=True) == families(mask=True, seqlen_q=1) == ["fwd_sm90"]  # decode has none
     assert families(split_size=64) == families(num_splits=2) == families(leftpad=True) == families("80", page_size=16) == few
     assert families(num_splits=1) == ["fwd_sm90"]
-    assert families(cache_dtype="int8") == families(dtype="float32", cache_dtype="float32") == ["fwd_simple"]
+    assert families(cache_dtype="int8") == few
+    assert families(dtype="float32", cache_dtype="float32") == families(cache_dtype="int8", mask=True) == ["fwd_simple"]
     assert families(head_dim=576, head_dim_v=512) == ["fwd_simple"]
     step = plan.cached(CacheProblem(problem(window_right=0), "bfloat16", None), KNOWN["90a"]).steps[-1]
     assert step.variant.flags == ("causal", "used")
     lengths = (100, 1 << 17)  # of the buffers; how much of them is in use is not known
     plans = [plan.cached(CacheProblem(problem(window_right=0, seqlen_k=n), "bfloat16", None), KNOWN["90a"]) for n in lengths]
     assert plans[0].steps == plans[1].steps
+
+
+def test_supports_and_warmup_answer_for_caches() -> None:
+    asked: dict[str, Any] = {"head_dim": 128, "dtype": "bfloat16", "device": "sm_90a", "cached": True, "num_heads_q": 32, "num_heads_kv": 8}
+    answer = cupyflash.supports(**asked, batch=32, seqlen_q=1, seqlen_k=4096, page_size=16, seqlen_new=1, rotary_dim=64, cache_dtype="int8")
+    assert [v.family for v in answer.variants] == ["cache_append", "decode_begin", "decode"]
+    assert answer.reason.startswith("decode__bf16_d128__m16n32s3w4b2__cachedint8_paged_used: ")
+    assert answer.variants[0].flags == ("cachedint8", "paged", "rotaryf32")
+    answer = cupyflash.supports(**asked, batch=1, seqlen_q=1, seqlen_k=4096)
+    assert answer.reason.startswith("decode_cluster__bf16_d128__m16n16s3w4b2c16__used: ")
+    assert cupyflash.supports(**asked, seqlen_q=9, split_size=256, packed=True).variants[1].flags == ("packed", "paged", "splits", "used")
+    assert cupyflash.supports(**asked | {"head_dim": 576, "head_dim_v": 512}, seqlen_q=1).reason.startswith("fwd_simple__")
+    assert cupyflash.supports(**asked | {"device": "host"}, page_size=7).reason.startswith("host__")
+    for more, reason in (
+        ({"wrt": ("q",)}, "attention over a cache takes no bias and has no gradient"),
+        ({"bias": True}, "attention over a cache takes no bias and has no gradient"),
+        ({"page_size": 0}, "page_size=0 must be at least 1"),
+        ({"cache_dtype": "float32"}, "k_cache is float32"),
+        ({"split_size": 0}, "split_size=0"),
+    ):
+        answer = cupyflash.supports(**asked, **more)
+        assert not answer
+        assert reason in answer.reason
 
 
 def test_specs_are_what_the_architectures_have() -> None:
