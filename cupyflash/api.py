@@ -11,20 +11,23 @@ from typing import Any, NamedTuple, NoReturn
 from cupyflash import arrays, cache, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView, Kind
 from cupyflash.device import HOST_SPEC, current, named, query
-from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, UnsupportedError
 from cupyflash.keywords import foreign_keyword, names_foreign_keywords, refuse_unpacked
 from cupyflash.problem import (
     DIFFERENTIABLE,
-    ITEMSIZE,
     AttentionProblem,
     BackwardProblem,
     CacheOperands,
     Causal,
+    MergeOperands,
+    MergeProblem,
     Operands,
     Window,
     dense,
     differentiated,
+    merging,
     pack_heads,
+    to_axes,
     to_bshd,
     varlen,
 )
@@ -431,7 +434,7 @@ class _Call:
     device_id: int
     current_context: Callable[[], int]
     contexts: set[int]  # while one of these is the current one, `compute` can run as things are
-    compute: Compute
+    compute: Callable[..., Any]  # as Compute; of `merge_states`, of the arrays as they were read
 
 
 @arrays.cached_by_kinds
@@ -560,7 +563,8 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
 
     Parameters
     ----------
-    outs : N arrays of one shape, (B, S, H, Dv) or (S, H, Dv), one library and one of the dtypes of `attention`.
+    outs : N arrays of one shape, (B, S, H, Dv) or (S, H, Dv), one library and one of the dtypes of `attention`; any strides. In GPU memory
+        up to 32, which one kernel merges on the current stream of their library.
     lses : N arrays, (B, H, S) or (H, S), natural log: float32, or float64 with float64 outs.
     out, lse_out : arrays for the results, returned as such; not overlapping an input.
 
@@ -571,8 +575,8 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
 
     Raises
     ------
-    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`. Arrays in GPU memory have no kernel for this
-        yet and are an UnsupportedError.
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `attention`. More than 32 parts in GPU memory are an
+        UnsupportedError: merge groups of them, then the results.
 
     Examples
     --------
@@ -585,41 +589,79 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
     """
     if not outs or len(outs) != len(lses):
         raise ArgumentError(f"outs holds {len(outs)} arrays and lses {len(lses)}: they must be as many, and at least one")
-    names = [f"outs[{n}]" for n in range(len(outs))] + [f"lses[{n}]" for n in range(len(lses))]
-    given = dict(zip((*names, "out", "lse_out"), (*outs, *lses, out, lse_out), strict=True))
-    views = {name: arrays.view(array, name) for name, array in given.items() if array is not None}
+    every = zip(_names_of_parts(len(outs)), (*outs, *lses, out, lse_out), strict=True)
+    given = [None if x is None and name in ("out", "lse_out") else arrays.read(x, name) for name, x in every]
+    call = arrays.prepared(_prepare_merge, tuple([array and array[1] for array in given]))
+    if not (out is lse_out is None):
+        views = arrays.located(call.views, given)
+        for name, target in (("out", out), ("lse_out", lse_out)):
+            if target is not None:
+                arrays.check_out(name, target, views[name], views)
+    if call.current_context() in call.contexts:
+        out, lse_out = call.compute(given)
+    else:
+        with launch.on_device(call.device_id):
+            out, lse_out = call.compute(given)
+    return out, lse_out
+
+
+@functools.cache
+def _names_of_parts(parts: int) -> tuple[str, ...]:
+    return (*[f"outs[{n}]" for n in range(parts)], *[f"lses[{n}]" for n in range(parts)], "out", "lse_out")
+
+
+@arrays.cached_by_kinds
+def _prepare_merge(kinds: tuple[Kind | None, ...]) -> _Call:
+    """Check and plan a call of `merge_states`; the kinds are those of outs, lses, `out` and `lse_out`."""
+    parts = len(kinds) // 2 - 1
+    names = _names_of_parts(parts)
+    views = {name: arrays.describe(kind, name) for name, kind in zip(names, kinds, strict=True) if kind is not None}
     arrays.check_together(views)
-    for name in ("out", "lse_out"):
-        if name in views:
-            arrays.check_out(name, given[name], views[name], views)
-    if views["outs[0]"].device_id != HOST:
-        raise UnsupportedError(
-            "merge_states has no kernel yet for arrays in GPU memory", ("cupy.asnumpy(x) and tensor.cpu() give arrays that work",)
-        )
-    parts, weights = [views[n] for n in names[: len(outs)]], [views[n] for n in names[len(outs) :]]
-    first = parts[0]
-    if len(first.shape) not in (3, 4) or first.dtype not in ITEMSIZE:
-        raise ShapeError(
-            f"outs[0] is {first.dtype} of shape {first.shape}: it must be (B, S, H, Dv) or (S, H, Dv), of {', '.join(ITEMSIZE)}"
-        )
-    lse_shape = (*first.shape[:-3], first.shape[-2], first.shape[-3])
-    lse_dtype = "float64" if first.dtype == "float64" else "float32"
-    for name, view, shape, dtype in (
-        *((n, views.get(n), first.shape, first.dtype) for n in (*names[: len(outs)], "out")),
-        *((n, views.get(n), lse_shape, lse_dtype) for n in (*names[len(outs) :], "lse_out")),
-    ):
-        if view is not None and view.shape != shape:
-            raise ShapeError(f"{name} has shape {view.shape}: it must be {shape}, to go with outs[0] of shape {first.shape}")
-        if view is not None and view.dtype != dtype:
-            raise DtypeError(f"{name} is {view.dtype}: it must be {dtype}, to go with outs[0] of {first.dtype}")
-    merged = views.get("out") or arrays.empty(first, first.shape, first.dtype, arrays.storage_order(first))
-    merged_lse = views.get("lse_out") or arrays.empty(first, lse_shape, lse_dtype)
-    on_host = arrays.on_host
-    host.merge([on_host(p) for p in parts], [on_host(w) for w in weights], on_host(merged), on_host(merged_lse), first.dtype)
-    return (
-        out if out is not None else arrays.give_back(merged.owner, first),
-        lse_out if lse_out is not None else arrays.give_back(merged_lse.owner, first),
-    )
+    every = [views.get(name) for name in names]
+    problem, operands = merging(MergeOperands(tuple(every[:parts]), tuple(every[parts:-2]), *every[-2:]))
+    like = views["outs[0]"]
+    out = arrays.fresh(like, like.shape, problem.dtype, arrays.storage_order(like))
+    lse = arrays.fresh(like, operands.lses[0].shape[4 - len(like.shape) :], problem.lse_dtype)
+    if operands.out is None:
+        operands = operands._replace(out=to_axes(out, 4))
+    if operands.lse is None:
+        operands = operands._replace(lse=to_axes(lse, 3))
+    on_host = like.device_id == HOST
+    merge = _merge_on_host(problem, operands) if on_host else _merge_on_gpu(problem, operands, like)
+    allocate_out, allocate_lse = arrays.allocator(out, like), arrays.allocator(lse, like)
+
+    def compute(given: list[Any]) -> tuple[Any, Any]:
+        owner = given[0][2]
+        made_out, made_lse = given[-2] or allocate_out(owner), given[-1] or allocate_lse(owner)
+        merge([made_out, made_lse, *given[:-2]])
+        this = like._replace(owner=owner)
+        return arrays.give_back(made_out[-1], this), arrays.give_back(made_lse[-1], this)
+
+    if on_host:
+        return _Call(views, HOST, int, {0}, compute)
+    return _Call(views, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
+
+
+Merge = Callable[[list[Any]], None]  # (out, lse, outs and lses, each an address first and its array last)
+
+
+def _merge_on_gpu(problem: MergeProblem, operands: MergeOperands, like: ArrayView) -> Merge:
+    launch.check_process()
+    device = query(like.device_id)
+    schedule = plan.merging(problem, device)
+    packing = launch.Packing(params.merge_pointers_given(problem.parts), (params.merge_numbers(problem, operands),), params.MERGE.size)
+    queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
+    return lambda given: queue(tuple([array[0] for array in given]))
+
+
+def _merge_on_host(problem: MergeProblem, operands: MergeOperands) -> Merge:
+    views = operands.out, operands.lse, *operands.outs, *operands.lses
+
+    def merge(given: list[Any]) -> None:
+        out, lse, *parts = [arrays.on_host(view._replace(owner=array[-1])) for view, array in zip(views, given, strict=True)]
+        host.merge(parts[: problem.parts], parts[problem.parts :], out, lse, problem.dtype)
+
+    return merge
 
 
 @names_foreign_keywords

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cupyflash.environment import cache_dir, load_cupy, load_nvrtc, warn_unwritable, why_unwritable
 from cupyflash.errors import CompileError, DeviceError, StateError
-from cupyflash.params import BACKWARD, CACHE, FORWARD
+from cupyflash.params import BACKWARD, CACHE, FORWARD, MERGE
 from cupyflash.variants import BwdBiasConfig, BwdConfig, BwdRowsConfig, BwdSm90Config, DecodeConfig, SimpleConfig, Sm90Config, Variant
 
 
@@ -168,7 +168,7 @@ def _wgmma(variant: Variant) -> tuple[str, ...]:
 
 def _checks(variant: Variant) -> str:
     """Drift between the languages is a compile error."""
-    sizes = {"ForwardParams": FORWARD.size, "CacheParams": CACHE.size, "BackwardParams": BACKWARD.size}
+    sizes = {"ForwardParams": FORWARD.size, "CacheParams": CACHE.size, "BackwardParams": BACKWARD.size, "MergeParams": MERGE.size}
     checks = [f'static_assert(sizeof(cupyflash::{name}) == {size}, "params.py and params.cuh differ");' for name, size in sizes.items()]
     if variant.smem_bytes:
         checks.append(f'static_assert(sizeof(cupyflash::Smem<Config>) == {variant.smem_bytes}, "variants.py and Smem differ");')

@@ -11,7 +11,17 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, CacheOperands, CacheProblem, Operands
+from cupyflash.problem import (
+    MAX_PARTS,
+    AttentionProblem,
+    BackwardOperands,
+    BackwardProblem,
+    CacheOperands,
+    CacheProblem,
+    MergeOperands,
+    MergeProblem,
+    Operands,
+)
 
 _LOG2E = math.log2(math.e)
 
@@ -74,6 +84,18 @@ CACHE_FIELDS = (
 CACHE = struct.Struct("<" + "".join(code for _, code in CACHE_FIELDS))
 _POINTERS_OF_CACHE = struct.Struct(f"<{len(CACHE_POINTER_NAMES)}Q")
 _NUMBERS_OF_CACHE = struct.Struct(f"<{len(_CACHE_STRIDES)}q{len(_CACHE_NUMBERS)}i")
+
+# The argument of merge_states.cu, which has nothing of the forward's. What there is of each part is an array: a field for each element.
+_MERGE_AXES = {"out": ("batch", "seq", "head", "dim"), "lse": ("batch", "head", "seq")}
+MERGE_FIELDS = (
+    *((name, "Q") for name in ("out", "lse")),
+    *((f"{name}[{n}]", "Q") for name in ("outs", "lses") for n in range(MAX_PARTS)),
+    *((f"{name}_stride_{axis}", "q") for name, axes in _MERGE_AXES.items() for axis in axes),
+    *((f"{name}s_stride_{axis}[{n}]", "q") for name, axes in _MERGE_AXES.items() for axis in axes for n in range(MAX_PARTS)),
+    *((name, "i") for name in ("parts", "batch", "seqlen", "num_heads", "head_dim_v", "chunks")),
+)
+MERGE = struct.Struct("<" + "".join(code for _, code in MERGE_FIELDS))
+_NUMBERS_OF_MERGE = struct.Struct("<" + "".join(code for _, code in MERGE_FIELDS if code != "Q"))
 
 UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
 
@@ -207,6 +229,21 @@ def backward_numbers(p: BackwardProblem, g: BackwardOperands, sum_width: int = 0
         p.slopes_batch,
         sum_width,
     )
+
+
+def merge_pointers_given(parts: int) -> str:
+    """The struct codes of the first fields for the addresses of out, lse, outs and lses, in this order."""
+    of_parts = f"{parts}Q{8 * (MAX_PARTS - parts)}x"
+    return f"2Q{of_parts}{of_parts}"
+
+
+def merge_numbers(p: MergeProblem, a: MergeOperands) -> bytes:
+    """What follows those pointers: the same for every call of the same shapes and strides."""
+    strides = [*a.out.strides, *a.lse.strides]
+    for views in (a.outs, a.lses):
+        for of_axis in zip(*[view.strides for view in views], strict=True):
+            strides += [*of_axis, *[0] * (MAX_PARTS - p.parts)]
+    return _NUMBERS_OF_MERGE.pack(*strides, p.parts, p.batch, p.seqlen, p.num_heads, p.head_dim_v, p.chunks)
 
 
 def _strides(view: Any, n: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
-from cupyflash.problem import ITEMSIZE, AttentionProblem, BackwardProblem, CacheProblem
+from cupyflash.problem import ITEMSIZE, MAX_PARTS, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem
 from cupyflash.variants import (
     BACKWARD,
     CACHED,
@@ -273,6 +273,21 @@ def _is_paged(problem: CacheProblem) -> bool:
 
 def _quantised(problem: CacheProblem) -> tuple[str, ...]:
     return () if problem.cache_dtype == problem.attention.dtype else (f"cached{problem.cache_dtype}",)
+
+
+@functools.lru_cache(maxsize=4096)
+def merging(problem: MergeProblem, device: DeviceSpec) -> Plan:
+    """The plan of merging partial results on a GPU; UnsupportedError for more of them than a launch takes: groups merged here
+    would be rounded in between."""
+    p = problem
+    if p.parts > MAX_PARTS:
+        raise UnsupportedError(
+            f"outs holds {p.parts} arrays: {MAX_PARTS} are merged at once in GPU memory",
+            (f"merge groups of up to {MAX_PARTS}, then their results; with outs of float32 little is rounded in between",),
+        )
+    variant = Variant("merge_states", p.dtype, 0, 0, () if p.aligned16 else ("unaligned",), _BY_WARPS)
+    blocks = _ceil_div(_grid(variant, p.batch * p.seqlen * p.num_heads * p.chunks), variant.threads)
+    return Plan((Step(variant, (blocks, 1, 1), variant.threads, 0, (), "16 bytes of a row a thread"),) if blocks else ())
 
 
 # Below so many rows a packed sequence, dq has a kernel of its own: its sums begin anew every 64 rows of each.

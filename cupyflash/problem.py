@@ -81,7 +81,11 @@ class AttentionProblem(NamedTuple):
     @property
     def lse_dtype(self) -> str:
         """float32, but float64 for float64 attention: a float32 LSE would cap its gradients at seven digits."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return _lse_dtype(self.dtype)
+
+
+def _lse_dtype(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
 
 
 class Operands(NamedTuple):
@@ -101,6 +105,39 @@ class Operands(NamedTuple):
     seqused_k: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+
+
+MAX_PARTS = 32  # that one launch merges: its argument has an address and strides of each
+
+
+class MergeProblem(NamedTuple):
+    """All that decides how partial results are merged; hashable as AttentionProblem."""
+
+    dtype: str
+    parts: int
+    batch: int
+    seqlen: int
+    num_heads: int
+    head_dim_v: int
+    aligned16: bool  # every row of outs and out starts at a multiple of 16 bytes, and none ends inside 16
+
+    @property
+    def lse_dtype(self) -> str:
+        return _lse_dtype(self.dtype)
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of 16 bytes that a row has, the last of which may be cut off; a row without elements has one, for its LSE."""
+        return max(-(-self.head_dim_v * ITEMSIZE[self.dtype] // 16), 1)
+
+
+class MergeOperands(NamedTuple):
+    """outs and out (B, S, H, Dv), lses and lse (B, H, S), of any strides; where the arrays have no B, that of the batch is 0."""
+
+    outs: tuple[Any, ...]
+    lses: tuple[Any, ...]
+    out: Any = None
+    lse: Any = None
 
 
 class BackwardProblem(NamedTuple):
@@ -525,12 +562,47 @@ def dense_backward(
     return asked, operands, BackwardOperands(dout, lse, dlse, **results)
 
 
+def merging(arrays: MergeOperands) -> tuple[MergeProblem, MergeOperands]:
+    """Check the arguments of `merge_states` against each other; out and lse may be absent."""
+    first = arrays.outs[0]
+    if len(first.shape) not in (3, 4) or first.dtype not in ITEMSIZE:
+        raise ShapeError(
+            f"outs[0] is {first.dtype} of shape {first.shape}: it must be (B, S, H, Dv) or (S, H, Dv), of {', '.join(ITEMSIZE)}"
+        )
+    lse_shape = (*first.shape[:-3], first.shape[-2], first.shape[-3])
+    for name, view, shape, dtype in (
+        *((f"outs[{n}]", view, first.shape, first.dtype) for n, view in enumerate(arrays.outs)),
+        ("out", arrays.out, first.shape, first.dtype),
+        *((f"lses[{n}]", view, lse_shape, _lse_dtype(first.dtype)) for n, view in enumerate(arrays.lses)),
+        ("lse_out", arrays.lse, lse_shape, _lse_dtype(first.dtype)),
+    ):
+        if view is not None and view.shape != shape:
+            raise ShapeError(f"{name} has shape {view.shape}: it must be {shape}, to go with outs[0] of shape {first.shape}")
+        if view is not None and view.dtype != dtype:
+            raise DtypeError(f"{name} is {view.dtype}: it must be {dtype}, to go with outs[0] of {first.dtype}")
+    outs = tuple([to_axes(view, 4) for view in arrays.outs])
+    lses = tuple([to_axes(view, 3) for view in arrays.lses])
+    out = None if arrays.out is None else to_axes(arrays.out, 4)
+    lse = None if arrays.lse is None else to_axes(arrays.lse, 3)
+    rows = [*outs] if out is None else [*outs, out]
+    whole = first.shape[-1] > 0 and first.shape[-1] * ITEMSIZE[first.dtype] % 16 == 0
+    aligned16 = whole and all(view.strides[-1] == 1 for view in rows) and _aligned16(*rows)
+    batch, seqlen, num_heads, head_dim_v = outs[0].shape
+    problem = MergeProblem(first.dtype, len(outs), batch, seqlen, num_heads, head_dim_v, aligned16)
+    return problem, MergeOperands(outs, lses, out, lse)
+
+
+def to_axes(view: V, ndim: int) -> V:
+    """`view` with as many axes, by leading ones of size 1 and stride 0."""
+    missing = ndim - len(view.shape)
+    return view._replace(shape=(1,) * missing + view.shape, strides=(0,) * missing + view.strides)
+
+
 def gradient_axes(name: str, view: V, layout: str, q: Shaped) -> V:
     """A gradient, in the shape of what it belongs to, as BackwardOperands has it."""
     if name in ("dq", "dk", "dv"):
         return to_bshd(view, name, layout, q)
-    missing = {"dbias": 4, "dalibi_slopes": 2, "dsink": 1}[name] - len(view.shape)
-    return view._replace(shape=(1,) * missing + view.shape, strides=(0,) * missing + view.strides)
+    return to_axes(view, {"dbias": 4, "dalibi_slopes": 2, "dsink": 1}[name])
 
 
 def differentiated(wrt: Any) -> tuple[str, ...]:

@@ -129,4 +129,22 @@ struct BackwardParams {
   long long dq_sum_width;  // columns of dq_sum
 };
 
+inline constexpr int kMaxParts = 32;
+
+// What merge_states.cu takes, of up to kMaxParts parts: 2.4 kB of the 4 that an argument may have.
+struct MergeParams {
+  void* out;                    // (B, S, H, Dv), any strides
+  void* lse;                    // (B, H, S)
+  const void* outs[kMaxParts];  // as out
+  const void* lses[kMaxParts];  // as lse
+
+  long long out_stride_batch, out_stride_seq, out_stride_head, out_stride_dim;
+  long long lse_stride_batch, lse_stride_head, lse_stride_seq;
+  long long outs_stride_batch[kMaxParts], outs_stride_seq[kMaxParts], outs_stride_head[kMaxParts], outs_stride_dim[kMaxParts];
+  long long lses_stride_batch[kMaxParts], lses_stride_head[kMaxParts], lses_stride_seq[kMaxParts];
+
+  int parts, batch, seqlen, num_heads, head_dim_v;
+  int chunks;  // of 16 bytes, that a row has; at least 1
+};
+
 }  // namespace cupyflash

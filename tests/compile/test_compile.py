@@ -15,7 +15,7 @@ import pytest
 
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
-from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem
+from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem
 from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
@@ -163,6 +163,15 @@ def decoding() -> Iterator[Case]:
                         yield Case(plan.cached(problem, KNOWN[arch]).steps[-1].variant, arch)
 
 
+def merging() -> Iterator[Case]:
+    """Rows of whole pieces of 16 bytes and others: of all dtypes for one architecture, of one for each."""
+    for dtype in FORWARD[-1].dtypes:
+        for aligned in (True, False):
+            for arch in KNOWN if dtype == "bfloat16" else ("90a",):
+                (step,) = plan.merging(MergeProblem(dtype, 2, 1, 9, 1, 64, aligned), KNOWN[arch]).steps
+                yield Case(step.variant, arch)
+
+
 CASES = [
     pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}")
     for row, found in (
@@ -170,6 +179,7 @@ CASES = [
         (BACKWARD[-1], dict.fromkeys(around())),
         (CACHED[-1], dict.fromkeys(over_caches())),
         (DECODE[-1], dict.fromkeys(decoding())),
+        (FORWARD[-1], dict.fromkeys(merging())),
     )
     for case in found
 ]
@@ -214,7 +224,7 @@ def test_spills_are_explained_by_their_rows() -> None:
         (row,) = (r for r in (*FORWARD, *BACKWARD, *CACHED) if key_of(r) == key)
         assert "spill" in row.why
     for key, num_bytes in SPILLS_ON_BLACKWELL.items():
-        assert any(key_of(r) == key and f"up to {num_bytes} bytes" in r.why for r in BACKWARD)
+        assert any(key_of(r) == key and f"{num_bytes} bytes" in r.why for r in (*BACKWARD, *DECODE))
 
 
 @pytest.mark.parametrize("row", [FORWARD[-1], BACKWARD[-1]], ids=lambda row: row.family)

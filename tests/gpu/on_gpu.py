@@ -27,7 +27,7 @@ LIBRARIES = ("cupy", "torch")
 TORCH = "PyTorch is not installed; pip install torch"
 host_attention, host_varlen = cupyflash.attention, cupyflash.attention_varlen
 host_backward, host_vjp = cupyflash.attention_backward, cupyflash.attention_vjp
-host_kvcache = cupyflash.attention_with_kvcache
+host_kvcache, host_merge = cupyflash.attention_with_kvcache, cupyflash.merge_states
 
 
 class Move:
@@ -103,6 +103,17 @@ class Move:
         host = [out if n == 0 and out is not None else None if y is None else self.back(y) for n, y in enumerate(parts)]
         return cupyflash.AttentionResult(*host) if isinstance(result, tuple) else host[0]
 
+    def merge_states(self, outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None) -> tuple[Any, Any]:
+        moved: dict[int, Any] = {}  # a target may be a part, which is an error
+        parts = [[self.there(x, moved)[0] for x in arrays] for arrays in (outs, lses)]
+        targets = [(None, None) if x is None else self.there(x, moved) for x in (out, lse_out)]
+        results = host_merge(*parts, out=targets[0][0], lse_out=targets[1][0])
+        for x, (there, memory), result in zip((out, lse_out), targets, results, strict=True):
+            if x is not None:
+                assert result is there
+                self.copy_back(x, memory)
+        return self.back(results[0]) if out is None else out, self.back(results[1]) if lse_out is None else lse_out
+
     def copy_back(self, x: Any, memory: Any) -> None:
         """The buffer under a view, as it is on the GPU now."""
         base = x
@@ -139,7 +150,7 @@ class Move:
 
 @pytest.fixture(autouse=True, params=LIBRARIES)
 def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`cupyflash.attention` computes on the GPU for the length of a test."""
+    """`cupyflash.attention` and `merge_states` compute on the GPU for the length of a test."""
     move = Move(request.param)
 
     @functools.wraps(host_attention)
@@ -147,6 +158,7 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
         return move.attention(*arrays, **options)
 
     monkeypatch.setattr(cupyflash, "attention", attention)
+    monkeypatch.setattr(cupyflash, "merge_states", move.merge_states)
     return attention
 
 

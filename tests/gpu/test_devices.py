@@ -77,6 +77,10 @@ def test_kf_095_arrays_on_another_device_than_the_current(rng: np.random.Generat
     assert device_of(out) == device_of(lse) == 1
     here = Move(library)
     agrees(here, *values, name="cuda:0", **given)
+    merged, merged_lse = cupyflash.merge_states([out, out], [lse, lse])
+    assert cupy.cuda.runtime.getDevice() == 0
+    assert device_of(merged) == device_of(merged_lse) == 1
+    np.testing.assert_array_equal(back(merged), back(out))
     expected = here.attention(*values, **given)
     assert back(out).tobytes() == expected.out.tobytes()
     assert back(lse).tobytes() == expected.lse.tobytes()

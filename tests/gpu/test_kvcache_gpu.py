@@ -20,7 +20,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'c
 import ml_dtypes  # noqa: E402
 import test_kvcache  # noqa: E402
 import test_kvcache_calls  # noqa: E402
-from on_gpu import LIBRARIES, Move, compile_ahead, host_kvcache, host_varlen, nan_memory, needs, only, row_name  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_kvcache, host_merge, host_varlen, nan_memory, needs, only, row_name  # noqa: E402
 from test_graphs import Graph, overwrite  # noqa: E402
 from test_known_failures_kvcache import *  # noqa: E402, F403
 from test_known_failures_kvcache import vector  # noqa: E402
@@ -82,6 +82,7 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     monkeypatch.setattr(cupyflash, "attention_with_kvcache", moved(host_kvcache, move.attention_with_kvcache))
     monkeypatch.setattr(cupyflash, "attention_varlen", moved(host_varlen, move.attention_varlen))
+    monkeypatch.setattr(cupyflash, "merge_states", moved(host_merge, move.merge_states))
     monkeypatch.setattr(cupyflash, "plan_decode", lambda **how: host_plan(**how | {"device": "cuda"}))
     monkeypatch.setattr(test_kvcache, "attended", lambda rows, dtype: rows.astype(dtype).astype(np.float64))
     weights = {dtype: float(ml_dtypes.finfo(dtype).eps) / 2 for dtype in ("float16", "bfloat16")}

@@ -254,12 +254,6 @@ def test_a_gpu_cannot_read_inside_an_element() -> None:
         arrays.check_together({"q": view_of("cupy", 0), "k": view_of("cupy", 0)._replace(ptr=0x102)})
 
 
-def test_merge_states_has_no_kernel_yet(cupy: Any) -> None:
-    out, lse = FakeCupyArray((1, 3, 4, 8), np.float16), FakeCupyArray((1, 4, 3), F32)
-    with pytest.raises(UnsupportedError, match=r"merge_states has no kernel yet.*cupy.asnumpy"):
-        cupyflash.merge_states([out], [lse])
-
-
 def test_what_a_stream_still_reads_is_held_until_its_event_has_happened() -> None:
     """By many threads at once: each array goes after its own event, and not before."""
     dropped: list[int] = []

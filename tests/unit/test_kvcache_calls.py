@@ -472,21 +472,6 @@ def test_a_cascade_over_a_shared_prefix_is_the_whole(rng: np.random.Generator, d
             np.testing.assert_allclose(result_lse[:, where], expected_lse, rtol=bound, atol=bound)
 
 
-def test_merging_counts_for_nothing_what_saw_no_key(rng: np.random.Generator) -> None:
-    """Dense and packed shapes; a part without keys may hold anything, and all parts without keys are 0 and -inf."""
-    for shape in ((2, 3, 4, 8), (3, 4, 8)):
-        out = normal(rng, *shape)
-        lse = normal(rng, *shape[:-3], shape[-2], shape[-3])
-        nothing, empty = np.full_like(out, np.nan), np.full_like(lse, -np.inf)
-        for parts in (([nothing, out], [empty, lse]), ([out, nothing, nothing], [lse, empty, empty]), ([out], [lse])):
-            merged, merged_lse = cupyflash.merge_states(*parts)
-            np.testing.assert_array_equal(merged, out)
-            np.testing.assert_array_equal(merged_lse, lse)
-        merged, merged_lse = cupyflash.merge_states([nothing, nothing], [empty, empty])
-        np.testing.assert_array_equal(merged, 0)
-        np.testing.assert_array_equal(merged_lse, -np.inf)
-
-
 # --- libraries ---------------------------------------------------------------------------------------------------------------------------
 
 

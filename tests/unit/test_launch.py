@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import LaunchError, ShapeError, StateError, api, arrays, cache, jit, launch, params, tensormap
+from cupyflash import LaunchError, ShapeError, StateError, UnsupportedError, api, arrays, cache, jit, launch, params, tensormap
 from cupyflash.device import KNOWN
+from cupyflash.problem import MAX_PARTS
 
 FIELDS = [name for name, _ in params.FORWARD_FIELDS]
+MERGE_FIELDS = [name for name, _ in params.MERGE_FIELDS]
 APPEND_FIELDS = [name for name, _ in params.CACHE_FIELDS[len(FIELDS) :]]
-APPEND = -1  # the handle of cache_append
+HANDLES = {"cache_append": -1, "merge_states": -2}  # of kernels whose argument is more than the forward's, or another
 MAP = tensormap.MAP_BYTES
+F32 = np.float32
 
 
 class Array:
@@ -60,7 +63,9 @@ class Gpu:
         *_, stream, address, extra = rest
         first, second = struct.unpack("<2Q", ctypes.string_at(address, 16))
         packed = dict(zip(FIELDS, params.FORWARD.unpack(ctypes.string_at(first, params.FORWARD.size)), strict=True))
-        if handle == APPEND:
+        if handle == HANDLES["merge_states"]:
+            packed = dict(zip(MERGE_FIELDS, params.MERGE.unpack(ctypes.string_at(first, params.MERGE.size)), strict=True))
+        if handle == HANDLES["cache_append"]:
             every = params.CACHE.unpack(ctypes.string_at(first, params.CACHE.size))[len(FIELDS) :]
             packed = dict(zip(APPEND_FIELDS, every, strict=True)) | {"forward": packed}
         maps = b"" if second == first else ctypes.string_at(second, 4 * MAP)
@@ -109,17 +114,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(arrays, "READERS", arrays._Readers())
-    monkeypatch.setattr(api, "_prepare", arrays.cached_by_kinds(api._prepare.__wrapped__))
-    monkeypatch.setattr(cache, "_prepare", arrays.cached_by_kinds(cache._prepare.__wrapped__))
+    for module, name in ((api, "_prepare"), (api, "_prepare_merge"), (cache, "_prepare")):
+        monkeypatch.setattr(module, name, arrays.cached_by_kinds(getattr(module, name).__wrapped__))
     for module in (api, cache):
         monkeypatch.setattr(module, "query", lambda device_id: KNOWN["90a"])
     monkeypatch.setattr(launch, "_cuda", lambda: (this, this))
     monkeypatch.setattr(launch, "_first_process", None)
     monkeypatch.setattr(tensormap, "_driver", lambda: this)
     monkeypatch.setattr(jit, "_kernels", {})
-    monkeypatch.setattr(
-        jit, "_load", lambda variant, *_: jit.Kernel(APPEND if variant.family == "cache_append" else len(variant.name), None)
-    )
+    monkeypatch.setattr(jit, "_load", lambda variant, *_: jit.Kernel(HANDLES.get(variant.family, len(variant.name)), None))
     launch.contexts.cache_clear()
     launch._parameters.cache_clear()
     return this
@@ -354,6 +357,39 @@ def test_tensor_maps_of_a_chunk_are_of_what_is_appended_and_turned(gpu: Gpu, mon
     assert attention.packed["q"] == append.packed["rotated_q"] != tokens["q"].data.ptr
     rows = [(append.packed["rotated_q"], (64, 70, 4, 2)), *((x.data.ptr, (64, 160, 2, 2)) for x in caches.values())]
     assert maps_of(attention) == [*rows, (out.data.ptr, (64, 70, 4, 2))]
+
+
+# --- merging ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_merged_where_they_are(gpu: Gpu) -> None:
+    """One launch, prepared once for parts of a kind, and an address and strides for each part."""
+    for parts in (2, 2, MAX_PARTS):
+        outs, lses = ([Array(shape, dtype) for _ in range(parts)] for shape, dtype in (((2, 9, 4, 64), np.float16), ((2, 4, 9), F32)))
+        outs[1].strides = outs[1].strides[0], 128, 9 * 128, 2  # (B, H, S, Dv) in memory
+        out, lse = cupyflash.merge_states(outs, lses)
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 9, 4, 64), np.float16, (2, 4, 9), F32)
+        packed = gpu.launches[-1].packed
+        addresses = [packed["out"], packed["lse"], *[packed[f"outs[{n}]"] for n in range(MAX_PARTS)]]
+        addresses += [packed[f"lses[{n}]"] for n in range(MAX_PARTS)]
+        absent = [0] * (MAX_PARTS - parts)
+        assert addresses == [out.data.ptr, lse.data.ptr, *[x.data.ptr for x in outs], *absent, *[x.data.ptr for x in lses], *absent]
+        numbers = {"parts": parts, "batch": 2, "seqlen": 9, "num_heads": 4, "head_dim_v": 64, "chunks": 8}
+        numbers |= {"out_stride_seq": 256, "outs_stride_seq[0]": 256, "outs_stride_seq[1]": 64, "outs_stride_head[1]": 576}
+        numbers |= {"lses_stride_head[1]": 9, "outs_stride_dim[1]": 1, "lse_stride_batch": 36}
+        assert {name: packed[name] for name in numbers} == numbers
+        assert gpu.launches[-1].grid == (-(-2 * 9 * 4 * 8 // 128), 1, 1)
+    assert api._prepare_merge.cache_info().misses == len(gpu.launches) - 1 == 2
+
+
+def test_a_merge_that_fails_launches_nothing(gpu: Gpu) -> None:
+    out, lse = Array((1, 3, 4, 8), np.float16), Array((1, 4, 3), F32)
+    with pytest.raises(UnsupportedError, match=r"outs holds 33 arrays: 32 are merged at once in GPU memory.*groups of up to 32"):
+        cupyflash.merge_states([out] * 33, [lse] * 33)
+    with pytest.raises(ShapeError, match=r"lse_out overlaps lses\[0\]"):
+        cupyflash.merge_states([out], [lse], lse_out=lse)
+    assert cupyflash.merge_states([Array((1, 0, 4, 8), np.float16)], [Array((1, 4, 0), F32)])[1].shape == (1, 4, 0)
+    assert not gpu.launches
 
 
 def launched(gpu: Gpu) -> Any:

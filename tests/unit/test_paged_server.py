@@ -12,9 +12,9 @@ from bench.examples import paged_server
 from bench.examples.paged_server import PAGE_SIZE, Model, Pages, Request, Server
 
 
-def served(count: int, pages: int, seed: int = 7) -> Server:
+def served(count: int, pages: int, seed: int = 7, dtype: str = "float32") -> Server:
     rng = np.random.default_rng(seed)
-    server, requests = Server(Model(rng), pages), paged_server.mix(rng, count)
+    server, requests = Server(Model(rng, dtype), pages), paged_server.mix(rng, count)
     for request in requests:
         request.checked = True
     server.serve(requests)
@@ -22,14 +22,14 @@ def served(count: int, pages: int, seed: int = 7) -> Server:
     return server
 
 
-@pytest.mark.parametrize("pages", [32, 64, 400])
-def test_every_row_is_that_of_dense_attention(pages: int) -> None:
-    """In pools so small that requests wait for each other, and in one where none must."""
-    server = served(40, pages)
+@pytest.mark.parametrize(("pages", "dtype"), [(32, "float32"), (64, "float32"), (64, "float16"), (400, "float32")])
+def test_every_row_is_that_of_dense_attention(pages: int, dtype: str) -> None:
+    """In pools so small that requests wait for each other, and in one where none must; in float16 as on a GPU."""
+    server = served(40, pages, dtype=dtype)
     for request in server.done:
         assert len(request.tokens) == request.wanted
         assert len(request.rows) > 0
-        assert paged_server.error_of(server.model, request) < paged_server.AGREEMENT
+        assert paged_server.error_of(server.model, request) < paged_server.AGREEMENT[dtype]
     counts = server.counts
     assert counts["generated"] == sum(len(request.rows) for request in server.done)
     assert counts["shared tokens"] > 500
@@ -49,7 +49,7 @@ def test_a_check_finds_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cupyflash, "attention_with_kvcache", spoiled)
     server = served(5, 100)
-    assert max(paged_server.error_of(server.model, request) for request in server.done) > 100 * paged_server.AGREEMENT
+    assert max(paged_server.error_of(server.model, request) for request in server.done) > 100 * paged_server.AGREEMENT["float32"]
 
 
 def test_pages_are_shared_and_forgotten() -> None:
@@ -75,6 +75,13 @@ def test_a_request_that_no_pool_can_hold_is_an_error() -> None:
     server = Server(Model(np.random.default_rng(0)), 2)
     with pytest.raises(ValueError, match="2 pages are too few for a request of"):
         server.serve([Request([1] * 40, 50, 0)])
+
+
+def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_server.gpu, "why_not", lambda: "no NVIDIA driver, so no GPU")
+    with pytest.raises(SystemExit):
+        paged_server.main(["--device", "gpu"])
+    assert "--device gpu: no NVIDIA driver, so no GPU" in capsys.readouterr().err
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -505,10 +505,12 @@ def test_specs_are_what_the_architectures_have() -> None:
 
 
 def c_fields(text: str, struct: str) -> list[tuple[str, str]]:
-    """(name, struct code) of each member of a struct of params.cuh, in order; those of the one that it begins with are its own."""
+    """(name, struct code) of each member of a struct of params.cuh, in order; those of the one that it begins with are its own, and so are
+    the elements of an array."""
     body = re.search(rf"struct {struct} \{{(.*?)\}};", re.sub(r"//.*", "", text), re.S)
     assert body is not None
     codes = {"longlong": "q", "double": "d", "int": "i", "unsigned": "I", "float": "f"}
+    sizes = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
     fields: list[tuple[str, str]] = []
     for declaration in filter(str.strip, body[1].split(";")):
         if "ForwardParams" in declaration:
@@ -516,7 +518,9 @@ def c_fields(text: str, struct: str) -> list[tuple[str, str]]:
             continue
         kind, names = re.match(r"\s*((?:const\s+)?(?:unsigned char|long long|\w+)(?:\s*\*)?)\s+(.*)", declaration, re.S).groups()  # type: ignore[union-attr]
         code = "Q" if "*" in kind else codes[kind.replace(" ", "")]
-        fields += [(name.strip(), code) for name in names.split(",")]
+        for name in map(str.strip, names.split(",")):
+            name, _, size = name.rstrip("]").partition("[")
+            fields += [(f"{name}[{n}]", code) for n in range(int(sizes[size]))] if size else [(name, code)]
     return fields
 
 
@@ -526,10 +530,12 @@ def test_params_mirror_the_cuda_struct() -> None:
         ("ForwardParams", params.FORWARD_FIELDS, params.FORWARD),
         ("CacheParams", params.CACHE_FIELDS, params.CACHE),
         ("BackwardParams", params.BACKWARD_FIELDS, params.BACKWARD),
+        ("MergeParams", params.MERGE_FIELDS, params.MERGE),
     ):
         assert c_fields(text, name) == list(fields)
         assert struct.calcsize("@" + "".join(code for _, code in fields)) == packed.size  # no padding, as a C compiler lays them out
     assert params.FORWARD.size % 8 == 0  # nor behind it, where the backward's fields begin
+    assert max(params.CACHE.size, params.BACKWARD.size, params.MERGE.size) <= 4096  # what a kernel's parameters may take
 
 
 def test_a_packed_call_holds_each_value_under_its_name() -> None:

@@ -275,41 +275,6 @@ def test_float32_results_of_half_inputs_are_not_rounded_to_half(rng: np.random.G
     np.testing.assert_allclose(out, cupyflash.reference.attention(q, q, q), rtol=1e-5, atol=1e-6)
 
 
-def test_merge_states_checks_its_parts(rng: np.random.Generator) -> None:
-    out, lse = rng.standard_normal((1, 6, 2, 8)).astype(F32), rng.standard_normal((1, 2, 6)).astype(F32)
-    for error, message, outs, lses in (
-        (ArgumentError, "outs holds 2 arrays and lses 1", [out, out], [lse]),
-        (ArgumentError, "outs holds 0 arrays", [], []),
-        (ShapeError, r"lses\[1\] has shape \(1, 6, 2\): it must be \(1, 2, 6\)", [out, out], [lse, lse.transpose(0, 2, 1)]),
-        (ShapeError, r"outs\[1\] has shape \(1, 5, 2, 8\)", [out, out[:, 1:]], [lse, lse]),
-        (DtypeError, r"lses\[0\] is float64: it must be float32", [out], [lse.astype(np.float64)]),
-        (DtypeError, r"outs\[1\] is float16: it must be float32", [out, out.astype(np.float16)], [lse, lse]),
-    ):
-        with pytest.raises(error, match=message):
-            cupyflash.merge_states(outs, lses)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, F32, np.float64])
-@pytest.mark.parametrize("ndim", [3, 4])
-def test_merge_states_is_attention_over_all_keys(rng: np.random.Generator, dtype: Any, ndim: int) -> None:
-    q, k, v = rng.standard_normal((3, 2, 37, 4, 16)).astype(dtype)
-    if ndim == 3:
-        q, k, v = q[0], k[0], v[0]
-    sink = np.zeros(4, F32)
-    cuts = [(0, 0), (0, 10), (10, 11), (11, 37)]
-    axis = ndim - 3
-    parts = [
-        cupyflash.attention(q, *(np.take(x, range(a, b), axis) for x in (k, v)), sink=sink if a == 10 else None, return_lse=True)
-        for a, b in cuts
-    ]
-    out, lse = cupyflash.merge_states([p.out for p in parts], [p.lse for p in parts])
-    expected, expected_lse = cupyflash.reference.attention(q, k, v, sink=sink, return_lse=True)
-    assert out.dtype == q.dtype
-    bound = {2: 1e-2 if dtype is not np.float16 else 2e-3, 4: 1e-5, 8: 1e-13}[q.itemsize]
-    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=bound, atol=bound)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5 if q.itemsize < 8 else 1e-13)
-
-
 def test_used_lengths_past_the_allocation_are_clamped_and_reported(rng: np.random.Generator, monkeypatch: Any, caplog: Any) -> None:
     q = rng.standard_normal((2, 5, 1, 8)).astype(F32)
     used = np.array([9, -3], np.int32)
