@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from cupyflash import arrays, cache, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView, Kind
 from cupyflash.device import HOST_SPEC, current, named, query
-from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, UnsupportedError
+from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, ShapeError, UnsupportedError
 from cupyflash.keywords import foreign_keyword, names_foreign_keywords, refuse_unpacked
 from cupyflash.problem import (
     DIFFERENTIABLE,

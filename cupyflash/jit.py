@@ -109,6 +109,7 @@ def _config(variant: Variant, arch: str) -> str:
             "kPingPong": config.ping_pong,
             "kStoreMap": variant.store_map,
             "kOwnOut": config.own_out,
+            "kPageRows": config.page_rows or config.block_n,
         }
     if isinstance(config, BwdConfig | BwdBiasConfig):
         numbers["kWarpsM"] = config.warps_m

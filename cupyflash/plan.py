@@ -74,10 +74,14 @@ def _on_host(p: AttentionProblem) -> Plan:
     return Plan((Step(variant, (1, 1, 1), 0, 0, args, "the arrays are in host memory"),))
 
 
-def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -> Plan:
-    """The plan of many query rows: each head has tiles of its own."""
+def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...], pages: CacheProblem | None = None) -> Plan:
+    """The plan of many query rows: each head has tiles of its own. `pages` is the cache whose pages the keys lie in, if they do."""
     args = tuple(name for name, used in _buffers(p).items() if used)
     variant, row = _choose(p, device, table)
+    if pages is not None:
+        assert isinstance(variant.config, Sm90Config)
+        page_rows = _page_rows(pages, variant.config.block_n)
+        variant = variant._replace(flags=tuple(sorted((*variant.flags, "paged"))), config=variant.config._replace(page_rows=page_rows))
     tiles, section = _num_tiles(p, variant), 1
     if isinstance(variant.config, Sm90Config):  # a block for each SM, which takes tile after tile
         tiles = min(tiles, device.num_sms)
@@ -89,7 +93,16 @@ def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...]) -
     block_m = variant.config.block_m
     lists = (block_m, 0)
     workspaces = tuple(_list_bytes(p, lists).items())
-    return Plan((_listing(p, lists, args), step), workspaces, _section_of_tokens(p, p.head_dim + p.head_dim_v), lists)
+    passing = p if pages is None else p._replace(seqlen_k=p.seqlen_k * p.batch)
+    section = _section_of_tokens(passing, p.head_dim + p.head_dim_v)
+    return Plan((_listing(p, lists, args, pages is not None), step), workspaces, section, lists)
+
+
+def _page_rows(problem: CacheProblem, block_n: int) -> int:
+    """How many keys a box has: those that lie together both in a page and in a block of keys. Behind a page that has all slots of a
+    sequence the accelerator reads zeros."""
+    one_page = problem.page_size in (None, problem.attention.seqlen_k)
+    return block_n if one_page else math.gcd(problem.page_size or 0, block_n)
 
 
 def _decodes(p: AttentionProblem, device: DeviceSpec) -> bool:
@@ -217,8 +230,8 @@ def cached(problem: CacheProblem, device: DeviceSpec) -> Plan:
 def _over_cache(problem: CacheProblem, device: DeviceSpec) -> Plan:
     """The attention of a call over a cache, by one of three kernels: tiles of query rows, `decode`, or one warp a row."""
     p = problem.attention._replace(seqused_k=True)  # lengths are always given
-    if _in_tiles_over_cache(problem, device):
-        return _in_tiles(p, device, tuple(row for row in FORWARD if row.longest is None))  # nobody knows how many of the slots are in use
+    if rows := _rows_over_cache(problem, device):
+        return _in_tiles(p, device, rows, problem if _is_paged(problem) else None)
     if _decodes(p, device):
         return decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size)
     variant, row = _choose(p, device, CACHED, _cache_flags(problem))
@@ -232,14 +245,22 @@ def _over_cache(problem: CacheProblem, device: DeviceSpec) -> Plan:
 _CHUNK = 64
 
 
-def _in_tiles_over_cache(problem: CacheProblem, device: DeviceSpec) -> bool:
-    """Whether a call over a cache takes the tiles of `forward`: where they can read its keys, and its sequences have many query tokens or
-    options that `decode` has not. Only `decode` splits keys, as a caller may ask for."""
+def _rows_over_cache(problem: CacheProblem, device: DeviceSpec) -> tuple[Row, ...]:
+    """Those rows of FORWARD whose tiles a call over a cache takes; none where they cannot read its keys, and none where `decode` serves it
+    and has few query tokens, or splits to make as only it does. Of packed sequences the mean counts, since no host knows more. Pages are
+    read by tensor maps alone, 16 keys at a time or more."""
     p = problem.attention
-    if _is_paged(problem) or problem.cache_dtype != p.dtype or max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
-        return False
+    if problem.cache_dtype != p.dtype or max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
+        return ()
+    tokens = p.seqlen_q // max(p.batch, 1) if p.packed else p.seqlen_q
     splits = problem.split_size is not None or problem.num_splits not in (None, 1)
-    return (p.seqlen_q >= _CHUNK and not splits) or not _decodes(p, device)
+    if (tokens < _CHUNK or splits) and _decodes(p, device):
+        return ()
+    rows = tuple(row for row in FORWARD if row.longest is None and p.dtype in row.dtypes)  # how many slots are in use, no host knows
+    if _is_paged(problem):
+        mapped = p.tensor_maps and not problem.leftpad and _page_rows(problem, 16) == 16
+        rows = tuple(row for row in rows if row.arch == device.arch and mapped)
+    return rows
 
 
 def _appending(problem: CacheProblem) -> tuple[tuple[Step, ...], dict[str, int]]:
@@ -365,7 +386,8 @@ def _boxes(variant: Variant) -> tuple[tuple[str, int], ...]:
         return ("q", c.block_m), ("k", c.block_n), ("v", c.block_n), ("dout", c.block_m)
     if not isinstance(c, Sm90Config):
         return ()
-    boxes: tuple[tuple[str, int], ...] = (("q", c.block_m), ("k", c.block_n), ("v", c.block_n))
+    keys = c.page_rows or c.block_n
+    boxes: tuple[tuple[str, int], ...] = (("q", c.block_m), ("k", keys), ("v", keys))
     return (*boxes, ("out", 8 if c.own_out else 16)) if variant.store_map else boxes  # rows of a warp
 
 
@@ -595,9 +617,10 @@ def _list_bytes(p: AttentionProblem, tiles: tuple[int, int]) -> dict[str, int]:
     return {name: 16 + 32 * heads * _most_tiles(tokens, p.batch, size) for name, (size, tokens, heads) in sides.items() if size}
 
 
-def _listing(p: AttentionProblem, tiles: tuple[int, int], args: tuple[str, ...]) -> Step:
+def _listing(p: AttentionProblem, tiles: tuple[int, int], args: tuple[str, ...], paged: bool = False) -> Step:
     """The kernel before those whose tiles it lists: a block for each head and list. It takes any mask as a window."""
-    variant = Variant("packed_tiles", "float32", 0, 0, ("local", "packed", "used"), SimpleConfig(32))
+    flags = ("local", "packed", *(("paged",) if paged else ()), "used")
+    variant = Variant("packed_tiles", "float32", 0, 0, flags, SimpleConfig(32))
     blocks = (p.num_heads_q if tiles[0] else 0) + (p.num_heads_kv if tiles[1] else 0)
     return Step(variant, (blocks, 1, 1), variant.threads, 0, args, "the order of the tiles")
 

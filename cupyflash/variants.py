@@ -44,6 +44,7 @@ class Sm90Config(NamedTuple):
     stages_q: int = 1
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     own_out: bool = False  # rows leave through memory of their own, so that Q's is free for the next tile after the last product
+    page_rows: int = 0  # of a cache in pages: keys that are copied at once
 
     @property
     def warps(self) -> int:
@@ -51,7 +52,7 @@ class Sm90Config(NamedTuple):
 
     @property
     def tile(self) -> str:
-        extras = "p" * self.ping_pong + "o" * self.own_out
+        extras = "p" * self.ping_pong + "o" * self.own_out + f"r{self.page_rows}" * (self.page_rows > 0)
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.stages_q}{extras}"
 
 

@@ -9,6 +9,7 @@
 //            tile each passes over those it does not see.
 // Smem       kStagesQ tiles of Q, each with its Work, then kStages tiles of K and of V; a barrier that says "full" and one that says
 //            "empty" for each.
+// Pages      Of a cache (kPaged): a block of keys is copied page by page, into the places that it has without pages.
 // Way out    As fwd_sm80: a row that left the range is computed again by attend_row.
 #include "../primitives/softmax.cuh"
 #include "../primitives/tma.cuh"
@@ -121,10 +122,39 @@ __device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
   }
 }
 
-// Scope: one thread.
+// Scope: one thread; of keys in pages a warp. Queues the copy of a block of the keys of a sequence, or of their values, into the next
+// buffer. Of pages a box has the rows that lie together both in a page and in a block, and only boxes that have keys are copied, since
+// nobody knows what the table has past them. Each lane looks one up, before there is room: one thread would need some 150 cycles for each
+// box, of which 80 keys have ten, with their values, in pages of 16; their products take about 2000. (Counted, not measured.)
+template <class C, class T>
+__device__ inline void load_keys(const ForwardParams& p, const Work<C>& w, Ring<C::kStages>& ring,
+                                 const char (&tiles)[C::kStages][T::kBytes], const TensorMap& map, unsigned long long (&full)[C::kStages],
+                                 unsigned long long (&empty)[C::kStages], int j, int keys_before, int head, int batch) {
+  if constexpr (C::kPaged) {
+    constexpr int kRows = C::kPageRows;
+    const int lane = threadIdx.x % 32, first = j * C::kBlockN, boxes = (min(w.s.used_k - first, C::kBlockN) + kRows - 1) / kRows;
+    int page = 0;
+    if (lane < boxes) page = clamp(page_of(p, w.b, first + lane * kRows), 0, p.num_pages - 1);
+    mbarrier_wait(smem_address(&empty[ring.stage()]), ring.parity() ^ 1);
+    if (lane == 0) mbarrier_arrive_expect(smem_address(&full[ring.stage()]), boxes * (T::kCount * kRows * 128));
+    __syncwarp();
+#pragma unroll 1
+    for (int n = 0; n < boxes; ++n) {
+      const int page_of_box = __shfl_sync(kWarp, page, n), slot = slot_in_page(p, first + n * kRows);
+      if (lane == 0) load_panels<T>(tiles[ring.stage()] + n * kRows * 128, map, full[ring.stage()], slot, head, page_of_box);
+    }
+  } else {
+    mbarrier_wait(smem_address(&empty[ring.stage()]), ring.parity() ^ 1);
+    load_tile_of<T>(tiles[ring.stage()], map, full[ring.stage()], keys_before + j * C::kBlockN, head, batch);
+  }
+  ++ring.used;
+}
+
+// Scope: one thread; of keys in pages a warp, of which one lane does what is no look-up.
 template <class C>
 __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   using S = Smem<C>;
+  const bool leads = !C::kPaged || threadIdx.x == 0;
   Ring<C::kStagesQ> q;
   Ring<C::kStages> k, v;
   Tiles<C> tiles(p);
@@ -146,19 +176,17 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     const Work<C>& w = C::kPacked ? smem.work[q.used % S::kWorks] : copy;
     const int head = w.h / (p.num_heads_q / p.num_heads_kv), batch = batch_of<C>(w), keys_before = cupyflash::keys_before<C>(w.s);
     auto load_k = [&](int j) {
-      mbarrier_wait(smem_address(&smem.k_empty[k.stage()]), k.parity() ^ 1);
-      load_tile_of<typename S::TileK>(smem.k[k.stage()], maps.k, smem.k_full[k.stage()], keys_before + j * C::kBlockN, head, batch);
-      ++k.used;
+      load_keys<C, typename S::TileK>(p, w, k, smem.k, maps.k, smem.k_full, smem.k_empty, j, keys_before, head, batch);
     };
     auto load_v = [&](int j) {
-      mbarrier_wait(smem_address(&smem.v_empty[v.stage()]), v.parity() ^ 1);
-      load_tile_of<typename S::TileV>(smem.v[v.stage()], maps.v, smem.v_full[v.stage()], keys_before + j * C::kBlockN, head, batch);
-      ++v.used;
+      load_keys<C, typename S::TileV>(p, w, v, smem.v, maps.v, smem.v_full, smem.v_empty, j, keys_before, head, batch);
     };
     load_k(w.keys.last - 1);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
-    if constexpr (!C::kPacked) smem.work[q.used % S::kWorks] = w;
-    load_tile_of<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], rows_before<C>(w.s) + w.row, w.h, batch);
+    if (leads) {
+      if constexpr (!C::kPacked) smem.work[q.used % S::kWorks] = w;
+      load_tile_of<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], rows_before<C>(w.s) + w.row, w.h, batch);
+    }
     ++q.used;
     if constexpr (!C::kPacked) {
       find_next();
@@ -166,7 +194,9 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
         next = tiles.work(p, tile);        // divisions, while the loads are on their way
         if constexpr (C::kStagesQ == 1) {  // all blocks of the grid ask for their next Q at about the same time, too late to wait for DRAM
 #pragma unroll
-          for (int n = 0; n < S::TileQ::kCount; ++n) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
+          for (int n = 0; n < S::TileQ::kCount; ++n) {
+            if (leads) tma_prefetch(&maps.q, 64 * n, next.row, next.h, next.b);
+          }
         }
       }
     }
@@ -178,6 +208,7 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     if constexpr (C::kPacked) find_next();
   }
   mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
+  if (!leads) return;
   if constexpr (!C::kPacked) smem.work[q.used % S::kWorks].row = -1;
   mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
 }
@@ -526,7 +557,7 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_give<kConsumers == 2 ? 24 : 32>();
-    if (threadIdx.x == 0) produce<C>(p, maps, smem);
+    if (threadIdx.x < (C::kPaged ? 32 : 1)) produce<C>(p, maps, smem);
     if (C::kPacked && threadIdx.x == 32) look_up<C>(p, smem);
   } else {
     registers_take<kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112>();  // in all no more than the block was launched with

@@ -16,7 +16,7 @@ import pytest
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
 from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem
-from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Variant
+from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Sm90Config, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -143,6 +143,18 @@ def over_caches() -> Iterator[Case]:
                 for arch in KNOWN if dtype == "bfloat16" else ("90a",):
                     for step in plan.cached(CacheProblem(p, cache_dtype, 16, 9, 64, rotary=rotary), KNOWN[arch]).steps:
                         yield Case(step.variant, arch)
+    chunks = AttentionProblem("bfloat16", "bfloat16", 1, 999, 999, 1, 1, 64, 64, 0.125, packed=True)
+    yield Case(plan.cached(CacheProblem(chunks, "bfloat16", 16), KNOWN["90a"]).steps[0].variant, "90a")
+
+
+def over_pages(row: Row) -> Iterator[Case]:
+    """What a row of fwd_sm90 has for keys in pages, whose lengths are always read: for one dtype, 16 keys at a time."""
+    config = row.config
+    if isinstance(config, Sm90Config) and row.longest is None:
+        for variant, arch in cases(row):
+            if variant.dtype == "bfloat16":
+                flags = tuple(sorted({*variant.flags, "paged", "used"} - {"bias"}))
+                yield Case(variant._replace(flags=flags, config=config._replace(page_rows=16)), arch)
 
 
 def decoding() -> Iterator[Case]:
@@ -176,6 +188,7 @@ CASES = [
     pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}")
     for row, found in (
         *((row, cases(row)) for row in (*FORWARD, *BACKWARD)),
+        *((row, dict.fromkeys(over_pages(row))) for row in FORWARD),
         (BACKWARD[-1], dict.fromkeys(around())),
         (CACHED[-1], dict.fromkeys(over_caches())),
         (DECODE[-1], dict.fromkeys(decoding())),

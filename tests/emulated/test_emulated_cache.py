@@ -86,9 +86,9 @@ def kernels(request: pytest.FixtureRequest) -> None:
     def every() -> None:
         for item in request.session.items:
             if item.path == request.path:
-                given = {"rng": np.random.default_rng(0), "monkeypatch": patch}
-                given |= getattr(getattr(item, "callspec", None), "params", {})
-                with contextlib.suppress(AssertionError):  # nothing is computed
+                with pytest.MonkeyPatch.context() as own, contextlib.suppress(AssertionError):  # nothing is computed
+                    given = {"rng": np.random.default_rng(0), "monkeypatch": own}
+                    given |= getattr(getattr(item, "callspec", None), "params", {})
                     item.obj(**{name: given[name] for name in inspect.signature(item.obj).parameters})
 
     with pytest.MonkeyPatch.context() as patch:
@@ -217,25 +217,35 @@ def test_a_cache_without_slots(shape: tuple[int, ...], rng: np.random.Generator)
 
 
 def chunk_rows() -> list[Any]:
-    """Each row of sm_90a that many query rows over a cache may take; of sm_80 one of those that read lengths."""
+    """Each row of sm_90a that many query rows over a cache may take, which reads pages, too; of sm_80 one of those that read lengths."""
     rows = [row for row in variants.FORWARD if row.longest is None and not isinstance(row.config, SimpleConfig)]
     rows = [row for row in rows if row.arch or (row.options and row.head_dim == 128)]
-    dtypes = ("bfloat16", "float16")
-    names = [f"{row.family}-{row.head_dim}-{row.config.tile}{'-options' * row.options}" for row in rows]
-    return [pytest.param(row, dtypes[n % 2], id=f"{names[n]}-{dtypes[n % 2]}") for n, row in enumerate(rows)]
+    found = [(row, ("bfloat16", "float16")[n % 2], size) for n, row in enumerate(rows) for size in (None, 32) if row.arch or not size]
+    names = [f"{row.family}-{row.head_dim}-{row.config.tile}{'-options' * row.options}-{dtype}-{size}" for row, dtype, size in found]
+    return [pytest.param(*case, id=name) for case, name in zip(found, names, strict=True)]
 
 
-@pytest.mark.parametrize(("row", "dtype"), chunk_rows())
-def test_chunks(row: Row, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("row", "dtype", "page_size"), chunk_rows())
+def test_chunks(row: Row, dtype: str, page_size: int | None, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "FORWARD", (row,))
-    chunks.edges_agree(rng, dtype, None, row)
+    chunks.edges_agree(rng, dtype, page_size, row)
     assert row.family in emulator.ran[-1]
+    assert ("paged" in emulator.ran[-1]) == bool(page_size)
 
 
 CHUNKS = [
-    (chunks.test_chunks_with_every_other_option, {"page_size": None}),
-    (chunks.test_a_mask_over_a_cache, {"page_size": None}),
-    (chunks.test_the_length_of_the_buffer_changes_no_bit_of_a_chunk, {"page_size": None}),
+    *((chunks.test_packed_chunks, {"dtype": dtype, "page_size": n}) for dtype, n in (("float16", None), ("bfloat16", 16), ("float16", 64))),
+    *((chunks.test_chunks, {"dtype": dtype, "page_size": n}) for dtype, n in (("float16", 48), ("bfloat16", 256))),
+    *((chunks.test_chunks_with_every_other_option, {"page_size": n}) for n in (None, 16)),
+    *((chunks.test_a_mask_over_a_cache, {"page_size": n}) for n in (None, 16)),
+    *((chunks.test_the_length_of_the_buffer_changes_no_bit_of_a_chunk, {"page_size": n}) for n in (None, 16)),
+    *((chunks.test_chunks_over_entries_of_a_cache, {"packed": packed}) for packed in (False, True)),
+    (chunks.test_chunks_in_heads_before_slots, {}),
+    (chunks.test_pages_that_are_not_there, {}),
+    *(
+        (chunks.test_packed_chunks_over_pages_without_new_tokens, {"lengths": names})
+        for names in (("seqused_k",), ("cu_seqlens_k", "seqused_q"))
+    ),
     (chunks.test_chunks_whose_rows_are_not_whole_loads, {}),
 ]
 

@@ -118,13 +118,38 @@ def kernels(request: pytest.FixtureRequest) -> None:
 
 
 CHUNKS = [row for row in variants.FORWARD if row.longest is None and (row.arch or (row.family == "fwd_sm80" and row.options))]
+CHUNKS_OF_PAGES = [(row, page_size) for row in CHUNKS for page_size in (None, 16, 32, 256) if row.arch or not page_size]
 
 
-@pytest.mark.parametrize("row", CHUNKS, ids=row_name)
-def test_chunks_by_each_row(row: variants.Row, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("row", "page_size"), CHUNKS_OF_PAGES, ids=lambda x: row_name(x) if isinstance(x, variants.Row) else str(x))
+def test_chunks_by_each_row(row: variants.Row, page_size: int | None, rng: np.random.Generator) -> None:
     needs(row)
     with only(row):
-        edges_agree(rng, "bfloat16", None, row)
+        edges_agree(rng, "bfloat16", page_size, row)
+
+
+def test_pages_of_a_large_cache(on_gpu: Move, rng: np.random.Generator) -> None:
+    """More tiles than a GPU has SMs, of sequences that share pages, in a pool of more than 2^31 elements, else NaN: as over the same keys
+    without pages."""
+    shape = (-(-(1 << 31) // (16 * 2 * 64)) + 9, 16, 2, 64)
+    held = np.r_[:500, shape[0] - 500 : shape[0]]
+    table, lengths = rng.choice(held, (8, 256)).astype(np.int32), vector(4096, 4095, 513, 512, 511, 1, 0, 3001)
+    q = normal(rng, 8, 512, 8, 64, dtype=np.float16)
+    pools, dense = [], []
+    for _ in range(2):
+        pages = normal(rng, 1000, *shape[1:], dtype=np.float16)
+        pool = cupy.full(shape, np.nan, np.float16)
+        pool[cupy.asarray(held)] = cupy.asarray(pages)
+        dense.append(pages[np.searchsorted(held, table)].reshape(8, 4096, 2, 64))
+        if on_gpu.library == "torch":
+            import torch
+
+            pool = torch.from_dlpack(pool)
+        pools.append(pool)
+    there, pages_there, lengths_there, *dense_there = on_gpu(q, table, lengths, *dense)
+    expected = on_gpu.back(host_kvcache(there, *dense_there, cache_seqlens=lengths_there))
+    out = on_gpu.back(host_kvcache(there, *pools, cache_seqlens=lengths_there, page_table=pages_there))
+    np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=2e-3, atol=2e-3)
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------------------------

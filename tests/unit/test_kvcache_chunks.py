@@ -29,6 +29,8 @@ def chunks_agree(
     dims: tuple[int, int] = (64, 64),
     heads: tuple[int, int] = (4, 2),
     new: bool = False,  # the rows are tokens that are appended
+    entries: bool = False,  # of a cache of more
+    kv_layout: str = "nhd",
     **options: Any,
 ) -> Any:
     """Attend and compare with float64; returns the result."""
@@ -40,13 +42,20 @@ def chunks_agree(
     if page_size:
         for row, n in zip(given["page_table"], used, strict=True):
             row[-(-n // page_size) :] = 2**31 - 1
+    if entries:
+        given["cache_batch_idx"] = rng.permutation(len(lengths) + 2)[: len(lengths)].astype(np.int32)
+        for n, x in enumerate(server.caches):
+            server.caches[n] = np.full((len(lengths) + 2, *x.shape[1:]), np.nan, x.dtype)
+            server.caches[n][given["cache_batch_idx"]] = x
+    if kv_layout == "hnd":
+        server.caches = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in server.caches]
     first = np.cumsum([0, *of_each])
     shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
     q, k_new, v_new = (normal(rng, first[-1], *shape, dtype=dtype) for shape in shapes)
     tokens = [x if packed else x.reshape(len(lengths), -1, *x.shape[1:]) for x in (q, k_new, v_new)]
     given |= {"cu_seqlens_q": first.astype(np.int32)} if packed else {}
     given |= dict(zip(("k_new", "v_new"), tokens[1:], strict=True)) if new else {}
-    out, lse, _ = cupyflash.attention_with_kvcache(tokens[0], *server.caches, return_lse=True, **given)
+    out, lse, _ = cupyflash.attention_with_kvcache(tokens[0], *server.caches, kv_layout=kv_layout, return_lse=True, **given)
     if not packed:
         lse = lse.swapaxes(0, 1).reshape(heads[0], -1)
     expected, standard = (np.zeros((first[-1], heads[0], dims[1])) for _ in range(2))
@@ -95,6 +104,51 @@ def test_packed_chunks(rng: np.random.Generator, dtype: str, page_size: int | No
     rows = [65, 300, 0, 1, 149, 64, 9]
     chunks_agree(rng, dtype, page_size, lengths_around(64), rows)
     chunks_agree(rng, dtype, page_size, lengths_around(64), rows, causal=False, new=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_over_entries_of_a_cache(rng: np.random.Generator, packed: bool) -> None:
+    rows = [65, 300, 0, 1, 149, 64, 9] if packed else 66
+    for more in ({"kv_layout": "hnd"}, {"new": True}):
+        chunks_agree(rng, "float16", None, lengths_around(64), rows, entries=True, **more)
+
+
+def test_chunks_in_heads_before_slots(rng: np.random.Generator) -> None:
+    for page_size in (None, 16):
+        chunks_agree(rng, "bfloat16", page_size, lengths_around(64), 66, new=True, kv_layout="hnd")
+
+
+def test_pages_that_are_not_there(rng: np.random.Generator) -> None:
+    """Entries outside of the cache, where a sequence uses them, are those next to it."""
+    table = np.array([[4, -1, 2, 2**31 - 1], [6, 1, -(2**31), 0]], np.int32)
+    q, *caches = (normal(rng, *shape, dtype="float16") for shape in ((2, 70, 4, 64), (6, 32, 2, 64), (6, 32, 2, 64)))
+    lengths = vector(128, 100)
+    out = cupyflash.attention_with_kvcache(q, *caches, cache_seqlens=lengths, page_table=table)
+    for b, n in enumerate(lengths):
+        arrays = [q[b : b + 1], *(x[np.clip(table[b], 0, 5)].reshape(1, 128, 2, 64)[:, :n] for x in caches)]
+        expected, _ = standard_attention(*[x.astype(np.float64) for x in arrays], dtype=np.float64, causal=True)
+        standard, _ = standard_attention(*arrays, dtype=q.dtype, causal=True)
+        judge(out[b : b + 1], expected, standard, dtype=q.dtype, name="pages that are not there")
+
+
+@pytest.mark.parametrize("lengths", [("seqused_k",), ("cu_seqlens_k",), ("cu_seqlens_k", "seqused_k", "seqused_q")])
+def test_packed_chunks_over_pages_without_new_tokens(rng: np.random.Generator, lengths: tuple[str, ...]) -> None:
+    """`attention_varlen`, with lengths, with offsets, or both; rows of nobody before and behind the sequences, or not used."""
+    first, used = vector(3, 70, 219, 219, 300), [77, 96, 5, 0]
+    q, *caches = (normal(rng, *shape, dtype="bfloat16") for shape in ((305, 4, 64), (15, 32, 2, 64), (15, 32, 2, 64)))
+    table = rng.permutation(15)[:12].reshape(4, 3).astype(np.int32)
+    given = {"seqused_k": vector(*used), "cu_seqlens_k": np.cumsum([0, *used]).astype(np.int32), "seqused_q": vector(60, 149, 9, 80)}
+    options = {name: given[name] for name in lengths}
+    out, lse, _ = cupyflash.attention_varlen(q, *caches, first, page_table=table, causal=True, return_lse=True, **options)
+    expected, standard = np.zeros(out.shape), np.zeros(out.shape)
+    for b, n in enumerate(used):
+        part = slice(first[b], min(first[b + 1], first[b] + options.get("seqused_q", np.diff(first))[b]))
+        if n and part.stop > part.start:
+            arrays = [q[None, part], *(x[table[b]].reshape(1, 96, 2, 64)[:, :n] for x in caches)]
+            expected[part] = standard_attention(*[x.astype(np.float64) for x in arrays], dtype=np.float64, causal=True)[0][0]
+            standard[part] = standard_attention(*arrays, dtype=q.dtype, causal=True)[0][0]
+    judge(out, expected, standard, dtype=q.dtype, name=f"packed over pages, {lengths}")
+    np.testing.assert_array_equal(lse[:, np.r_[:3, 300:305]], -np.inf)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -471,6 +471,34 @@ def test_many_query_rows_over_a_cache_have_the_tiles_of_the_forward() -> None:
     plans = [plan.cached(CacheProblem(problem(window_right=0, seqlen_k=n), "bfloat16", None), KNOWN["90a"]) for n in lengths]
     assert plans[0].steps == plans[1].steps
 
+    for paged in ({"page_size": 16}, {"page_size": 4096}, {"batch_idx": True}):
+        assert families(**paged) == families(**paged, mask=True) == ["fwd_sm90"]
+        assert families(**paged, seqlen_q=1) == families(**paged, tensor_maps=False) == families("100", **paged) == few
+    assert families(page_size=8) == families(page_size=24) == few
+    assert families(page_size=900, seqlen_k=900) == ["fwd_sm90"]  # one page a sequence
+    assert families(page_size=16, dtype="float32", cache_dtype="float32") == ["fwd_simple"]
+    packed = {"packed": True, "batch": 10}
+    assert families(**packed, seqlen_q=640) == families(**packed, seqlen_q=640, page_size=64) == ["packed_tiles", "fwd_sm90"]
+    assert families(**packed, seqlen_q=639) == few
+    assert families("80", **packed, seqlen_q=640) == few
+
+
+@pytest.mark.parametrize(("page_size", "rows"), [(16, 16), (48, 16), (64, 16), (160, 80), (240, 80), (None, 80)])
+def test_pages_are_copied_by_what_lies_together_in_a_page_and_in_a_block(page_size: int | None, rows: int) -> None:
+    p = problem(window_right=0, seqlen_k=4800)
+    *_, step = plan.cached(CacheProblem(p, "bfloat16", page_size, batch_idx=page_size is None), KNOWN["90a"]).steps
+    assert step.variant.name == f"fwd_sm90__bf16_d128__m192n80s2q2r{rows}__causal_paged_used"
+    assert step.boxes == (("q", 192), ("k", rows), ("v", rows), ("out", 16))
+
+
+def test_sections_of_packed_queries_count_the_keys_of_all_sequences() -> None:
+    """Each may have all of its slots in use; the kernel that orders the tiles has room for 64 sections."""
+    p = problem(packed=True, batch=100, seqlen_q=100_000, seqlen_k=1 << 20)
+    planned = plan.cached(CacheProblem(p, "bfloat16", 64), KNOWN["90a"])
+    assert planned.section >= 100 * (1 << 20) / 64
+    assert planned.steps[0].variant.flags == ("local", "packed", "paged", "used")
+    assert planned.tiles == (192, 0)
+
 
 def test_supports_and_warmup_answer_for_caches() -> None:
     asked: dict[str, Any] = {"head_dim": 128, "dtype": "bfloat16", "device": "sm_90a", "cached": True, "num_heads_q": 32, "num_heads_kv": 8}
