@@ -122,25 +122,38 @@ __device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
   }
 }
 
+// How many boxes a block of keys in pages is copied in: a box has the rows that lie together both in a page and in a block, and those
+// without keys are left out, since nobody knows what the table has past them.
+template <class C>
+__device__ inline int num_boxes(const Work<C>& w, int j) {
+  return (min(w.s.used_k - j * C::kBlockN, C::kBlockN) + C::kPageRows - 1) / C::kPageRows;
+}
+// Scope: warp. Each lane the page of one box, as the table has it: asked for a block ahead, for the table is 700 cycles away and the products
+// of a block take 2000. Of keys that are not in pages nothing.
+template <class C>
+__device__ inline int look_up_pages(const ForwardParams& p, const Work<C>& w, int j) {
+  if constexpr (C::kPaged) {
+    const int lane = threadIdx.x % 32;
+    if (j >= w.keys.first && lane < num_boxes<C>(w, j)) return page_of(p, w.b, j * C::kBlockN + lane * C::kPageRows);
+  }
+  return 0;
+}
+
 // Scope: one thread; of keys in pages a warp. Queues the copy of a block of the keys of a sequence, or of their values, into the next
-// buffer. Of pages a box has the rows that lie together both in a page and in a block, and only boxes that have keys are copied, since
-// nobody knows what the table has past them. Each lane looks one up, before there is room: one thread would need some 150 cycles for each
-// box, of which 80 keys have ten, with their values, in pages of 16; their products take about 2000. (Counted, not measured.)
+// buffer; `page` is what look_up_pages found.
 template <class C, class T>
 __device__ inline void load_keys(const ForwardParams& p, const Work<C>& w, Ring<C::kStages>& ring,
                                  const char (&tiles)[C::kStages][T::kBytes], const TensorMap& map, unsigned long long (&full)[C::kStages],
-                                 unsigned long long (&empty)[C::kStages], int j, int keys_before, int head, int batch) {
+                                 unsigned long long (&empty)[C::kStages], int j, int page, int keys_before, int head, int batch) {
   if constexpr (C::kPaged) {
     constexpr int kRows = C::kPageRows;
-    const int lane = threadIdx.x % 32, first = j * C::kBlockN, boxes = (min(w.s.used_k - first, C::kBlockN) + kRows - 1) / kRows;
-    int page = 0;
-    if (lane < boxes) page = clamp(page_of(p, w.b, first + lane * kRows), 0, p.num_pages - 1);
+    const int lane = threadIdx.x % 32, first = j * C::kBlockN, boxes = num_boxes<C>(w, j);
     mbarrier_wait(smem_address(&empty[ring.stage()]), ring.parity() ^ 1);
     if (lane == 0) mbarrier_arrive_expect(smem_address(&full[ring.stage()]), boxes * (T::kCount * kRows * 128));
     __syncwarp();
 #pragma unroll 1
     for (int n = 0; n < boxes; ++n) {
-      const int page_of_box = __shfl_sync(kWarp, page, n), slot = slot_in_page(p, first + n * kRows);
+      const int page_of_box = clamp(__shfl_sync(kWarp, page, n), 0, p.num_pages - 1), slot = slot_in_page(p, first + n * kRows);
       if (lane == 0) load_panels<T>(tiles[ring.stage()] + n * kRows * 128, map, full[ring.stage()], slot, head, page_of_box);
     }
   } else {
@@ -175,13 +188,14 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     const Work<C> copy = next;
     const Work<C>& w = C::kPacked ? smem.work[q.used % S::kWorks] : copy;
     const int head = w.h / (p.num_heads_q / p.num_heads_kv), batch = batch_of<C>(w), keys_before = cupyflash::keys_before<C>(w.s);
-    auto load_k = [&](int j) {
-      load_keys<C, typename S::TileK>(p, w, k, smem.k, maps.k, smem.k_full, smem.k_empty, j, keys_before, head, batch);
+    auto load_k = [&](int j, int page) {
+      load_keys<C, typename S::TileK>(p, w, k, smem.k, maps.k, smem.k_full, smem.k_empty, j, page, keys_before, head, batch);
     };
-    auto load_v = [&](int j) {
-      load_keys<C, typename S::TileV>(p, w, v, smem.v, maps.v, smem.v_full, smem.v_empty, j, keys_before, head, batch);
+    auto load_v = [&](int j, int page) {
+      load_keys<C, typename S::TileV>(p, w, v, smem.v, maps.v, smem.v_full, smem.v_empty, j, page, keys_before, head, batch);
     };
-    load_k(w.keys.last - 1);
+    int page = look_up_pages<C>(p, w, w.keys.last - 1), page_ahead = look_up_pages<C>(p, w, w.keys.last - 2);
+    load_k(w.keys.last - 1, page);
     mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
     if (leads) {
       if constexpr (!C::kPacked) smem.work[q.used % S::kWorks] = w;
@@ -201,10 +215,13 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
       }
     }
     for (int j = w.keys.last - 2; j >= w.keys.first; --j) {
-      load_k(j);
-      load_v(j + 1);
+      const int page_k = page_ahead;
+      page_ahead = look_up_pages<C>(p, w, j - 1);
+      load_k(j, page_k);
+      load_v(j + 1, page);
+      page = page_k;
     }
-    load_v(w.keys.first);
+    load_v(w.keys.first, page);
     if constexpr (C::kPacked) find_next();
   }
   mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
