@@ -128,8 +128,8 @@ template <class C>
 __device__ inline int num_boxes(const Work<C>& w, int j) {
   return (min(w.s.used_k - j * C::kBlockN, C::kBlockN) + C::kPageRows - 1) / C::kPageRows;
 }
-// Scope: warp. Each lane the page of one box, as the table has it: asked for a block ahead, for the table is 700 cycles away and the products
-// of a block take 2000. Of keys that are not in pages nothing.
+// Scope: warp. Each lane the page of one box, as the table has it: asked for a block ahead, for the table is 700 cycles away and the
+// products of a block take 2000. Of keys that are not in pages nothing.
 template <class C>
 __device__ inline int look_up_pages(const ForwardParams& p, const Work<C>& w, int j) {
   if constexpr (C::kPaged) {

@@ -483,11 +483,14 @@ def test_many_query_rows_over_a_cache_have_the_tiles_of_the_forward() -> None:
     assert families("80", **packed, seqlen_q=640) == few
 
 
-@pytest.mark.parametrize(("page_size", "rows"), [(16, 16), (48, 16), (64, 16), (160, 80), (240, 80), (None, 80)])
-def test_pages_are_copied_by_what_lies_together_in_a_page_and_in_a_block(page_size: int | None, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "tile"), [(16, "n80s2q2r16"), (48, "n80s2q2r16"), (64, "n64s4q2r64"), (160, "n80s2q2r80"), (None, "n80s2q2r80")]
+)
+def test_pages_are_copied_by_what_lies_together_in_a_page_and_in_a_block(page_size: int | None, tile: str) -> None:
     p = problem(window_right=0, seqlen_k=4800)
     *_, step = plan.cached(CacheProblem(p, "bfloat16", page_size, batch_idx=page_size is None), KNOWN["90a"]).steps
-    assert step.variant.name == f"fwd_sm90__bf16_d128__m192n80s2q2r{rows}__causal_paged_used"
+    assert step.variant.name == f"fwd_sm90__bf16_d128__m192{tile}__causal_paged_used"
+    rows = int(tile.split("r")[1])
     assert step.boxes == (("q", 192), ("k", rows), ("v", rows), ("out", 16))
 
 
