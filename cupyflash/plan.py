@@ -262,11 +262,11 @@ def _rows_over_cache(problem: CacheProblem, device: DeviceSpec) -> tuple[Row, ..
     if not p.tensor_maps or problem.leftpad or _page_rows(problem, 16) != 16:
         return ()
 
-    def order(row: Row) -> tuple[bool, int, bool]:
+    def order(row: Row) -> tuple[bool, int, int, bool]:
         box = _page_rows(problem, row.config.block_n) if isinstance(row.config, Sm90Config) else 0
-        return row.options, -min(box, 64), row.longest is not None
+        return row.options, row.head_dim, -min(box, 64), row.longest is not None
 
-    # Large boxes first: 80 keys in boxes of 16 took 1.7 times as long as in one.
+    # Of a width large boxes first: 80 keys in boxes of 16 took 1.7 times as long as in one.
     return tuple(row._replace(longest=None) for row in sorted(rows, key=order) if row.arch == device.arch)
 
 
