@@ -18,6 +18,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -180,10 +181,9 @@ inline void finish(std::vector<std::function<void()>>& work) {
 template <class Kernel>
 std::string run(int blocks, int threads, Kernel kernel) {
   constexpr size_t kStack = 256 << 10;
-  static std::vector<char> stacks;
+  const std::unique_ptr<char[]> stacks(new char[kStack * threads]);  // not kept: a process loads hundreds of kernels, and each has its own
   static std::function<void()> body;
   static std::string failure;
-  stacks.resize(kStack * threads);
   body = kernel;
   failure.clear();
   grid = {static_cast<unsigned>(blocks), 1, 1};
@@ -202,7 +202,7 @@ std::string run(int blocks, int threads, Kernel kernel) {
       Fiber& fiber = fibers[t];
       fiber.thread = {static_cast<unsigned>(t), 0, 0};
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks.data() + kStack * t;
+      fiber.context.uc_stack.ss_sp = stacks.get() + kStack * t;
       fiber.context.uc_stack.ss_size = kStack;
       fiber.context.uc_link = nullptr;
       makecontext(
