@@ -65,7 +65,18 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
         return _on_host(p)
     if 0 in (p.num_heads_q, p.seqlen_q) or (p.batch == 0 and not p.packed):
         return Plan(())  # a grid of 0 is an error to the driver
-    return _in_tiles(p, device, FORWARD)
+    return decode(p, device) if _has_few_rows(p, device) else _in_tiles(p, device, FORWARD)
+
+
+def _has_few_rows(p: AttentionProblem, device: DeviceSpec) -> bool:
+    """Whether `decode` is sooner done than tiles with rows of one query head: where heads of a group have a tile together, 1.0 to 2.4 times
+    as soon, or where there are too few tiles for all SMs, up to 10 times. Elsewhere tiles are, by up to 6 times (bench/NOTES.md)."""
+    if p.packed or 0 in (p.seqlen_k, p.num_heads_kv) or not _decodes(p, device):
+        return False
+    group = p.num_heads_q // p.num_heads_kv
+    tiles = p.batch * p.num_heads_q * _ceil_div(p.seqlen_q, 128)
+    few_tiles = 2 * tiles <= device.num_sms and p.seqlen_k >= 512
+    return group * p.seqlen_q <= (16 if group > 1 and not few_tiles else 64 if few_tiles else 0)
 
 
 def _on_host(p: AttentionProblem) -> Plan:
