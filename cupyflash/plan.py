@@ -76,7 +76,7 @@ def _has_few_rows(p: AttentionProblem, device: DeviceSpec) -> bool:
     group = p.num_heads_q // p.num_heads_kv
     tiles = p.batch * p.num_heads_q * _ceil_div(p.seqlen_q, 128)
     few_tiles = 2 * tiles <= device.num_sms and p.seqlen_k >= 512
-    return group * p.seqlen_q <= (16 if group > 1 and not few_tiles else 64 if few_tiles else 0)
+    return group * p.seqlen_q <= (64 if few_tiles else 16 if group > 1 else 0)
 
 
 def _on_host(p: AttentionProblem) -> Plan:
