@@ -108,7 +108,7 @@ __device__ inline void leave_part(const ForwardParams& p, long long slot, const 
 }
 
 // Scope: thread. All parts, which other blocks wrote as well; slot(n) says where part n is. So many are on their way at once: one after the
-// other, 33 parts took 20 us.
+// other, 33 parts took some 8 us more.
 template <class C, class Slot>
 __device__ inline Merged<C> merge_parts(const ForwardParams& p, int item, int count, Slot slot) {
   constexpr int kAtOnce = 16;

@@ -3,7 +3,7 @@
 // Work       Each cluster has a key head, or a block of its rows, and its blocks have equal shares of the keys.
 // Merge      What the blocks have stays in their shared memory, where the others read it: no counters, no workspaces, and at 1024 keys,
 // where
-//            nothing takes long, 5 us instead of 8.
+//            nothing takes long, 6.6 us instead of 8.1.
 #include "../primitives/decode.cuh"
 
 namespace cupyflash {

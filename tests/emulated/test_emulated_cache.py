@@ -217,9 +217,13 @@ def test_a_cache_without_slots(shape: tuple[int, ...], rng: np.random.Generator)
 
 
 def chunk_rows() -> list[Any]:
-    """Each row of sm_90a that many query rows over pages may take; of a width, and of sm_80, those that they take over a dense cache."""
-    rows = [row for row in variants.FORWARD if row.longest is None and not isinstance(row.config, SimpleConfig)]
-    sizes = {row: (*((None,) if row.head_dim == 128 and (row.arch or row.options) else ()), *((32,) if row.arch else ())) for row in rows}
+    """Rows of one width over a dense cache and, of sm_90a, over pages; of each other width one over pages, which change but copies."""
+    rows = [row for row in variants.FORWARD if not isinstance(row.config, SimpleConfig) and (row.arch or row.head_dim == 128)]
+    first = {row.head_dim: row for row in reversed(rows) if row.arch}
+    sizes: dict[Row, tuple[int | None, ...]] = {}
+    for row in rows:
+        dense = (None,) if row.head_dim == 128 and row.longest is None and (row.arch or row.options) else ()
+        sizes[row] = (*dense, *((64,) if row.arch and (row.head_dim == 128 or row is first[row.head_dim]) else ()))
     found = [(row, ("bfloat16", "float16")[n % 2], size) for n, row in enumerate(rows) for size in sizes[row]]
     names = [f"{row.family}-{row.head_dim}-{row.config.tile}{'-options' * row.options}-{dtype}-{size}" for row, dtype, size in found]
     return [pytest.param(*case, id=name) for case, name in zip(found, names, strict=True)]

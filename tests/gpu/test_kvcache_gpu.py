@@ -117,8 +117,8 @@ def kernels(request: pytest.FixtureRequest) -> None:
 # --- chunks ----------------------------------------------------------------------------------------------------------------------------
 
 
-CHUNKS = [row for row in variants.FORWARD if row.longest is None and (row.arch or (row.family == "fwd_sm80" and row.options))]
-CHUNKS_OF_PAGES = [(row, page_size) for row in CHUNKS for page_size in (None, 16, 32, 256) if row.arch or not page_size]
+CHUNKS = [row for row in variants.FORWARD if row.arch or (row.family == "fwd_sm80" and row.options)]
+CHUNKS_OF_PAGES = [(row, page_size) for row in CHUNKS for page_size in (None, 16, 64) if row.arch or not page_size]
 
 
 @pytest.mark.parametrize(("row", "page_size"), CHUNKS_OF_PAGES, ids=lambda x: row_name(x) if isinstance(x, variants.Row) else str(x))
