@@ -842,7 +842,8 @@ def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str 
     Parameters
     ----------
     problems : the calls, each a dict of keywords as `supports` takes them, or one such dict; with `wrt` it is a backward call. Lengths,
-        batch and number of heads do not matter, but seqlen_q=1 drops what a single query makes pointless, as causal. Arrays are taken as
+        batch and number of heads matter to calls of few rows alone: up to 64 of the query heads that share a key head may have another
+        kernel, and seqlen_q=1 drops what a single query makes pointless, as causal. Arrays are taken as
         contiguous, a bias as of q's dtype and a sink as float32: rows that do not start at multiples of 16 bytes, and other dtypes of these
         two, are other kernels.
     arch : None for the current GPU, else an architecture as "sm_80", "sm_90a".

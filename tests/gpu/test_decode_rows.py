@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 from judge import judge, standard_attention
-from on_gpu import Move, compile_ahead, nan_memory, needs, only, row_name
+from on_gpu import LIBRARIES, Move, compile_ahead, nan_memory, needs, only, row_name
 
 from cupyflash import api, device, variants
 from cupyflash.variants import Row
@@ -106,3 +106,24 @@ def test_lengths_around_the_units_of_each_row(row: Row, dtype: str, rng: np.rand
             name = f"{row_name(row)} D={d} Sk={longest} {cache} {splits} {names}"
             judge(out, expected, standard, dtype=q.dtype, name=name)
             judge(lse, expected_lse, standard_lse, dtype=q.dtype, name=name, kind="lse")
+
+
+FEW = [(1, 1, 8, 8), (1, 4, 32, 8), (3, 4, 8, 2), (1, 64, 2, 2), (1, 17, 6, 2)]  # (batch, query tokens, heads, key heads)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("batch", "tokens", "heads", "heads_kv"), FEW)
+def test_dense_calls_of_few_rows(library: str, batch: int, tokens: int, heads: int, heads_kv: int, rng: np.random.Generator) -> None:
+    move, d = Move(library), 64
+    for sk, options in itertools.product((1, 512, PRIME), ({}, {"causal": True, "sink": True}, {"window_size": (100, 3), "softcap": 3.0})):
+        q = rng.standard_normal((batch, tokens, heads, d)).astype(DTYPES["bfloat16"])
+        k, v = rng.standard_normal((2, batch, sk, heads_kv, d)).astype(DTYPES["bfloat16"])
+        used = {"seqused_k": np.array([sk, 0, sk // 2][:batch], np.int32)}
+        given = options | used | ({"sink": rng.standard_normal(heads).astype(np.float32)} if "sink" in options else {})
+        with nan_memory():
+            out, lse, _ = move.attention(q, k, v, return_lse=True, **given)
+        wide = [x.astype(np.float64) for x in (q, k, v)]
+        expected, expected_lse = standard_attention(*wide, dtype=np.float64, **given)
+        standard, standard_lse = standard_attention(*wide, dtype=q.dtype, **given)
+        judge(out, expected, standard, dtype=q.dtype, name=f"{sk} {options}")
+        judge(lse, expected_lse, standard_lse, dtype=q.dtype, name=f"{sk} {options}", kind="lse")

@@ -168,9 +168,21 @@ def test_run_time_numbers_do_not_change_the_variant() -> None:
     def variant(**fields: Any) -> Variant:
         return plan.forward(problem(**fields), KNOWN["90a"]).steps[0].variant
 
-    assert variant() == variant(batch=7, seqlen_q=3, seqlen_k=9, num_heads_q=6, softmax_scale=1.0)
+    assert variant() == variant(batch=7, seqlen_q=300, seqlen_k=9, num_heads_q=6, softmax_scale=1.0)
     assert variant(softcap=2.0) == variant(softcap=50.0)
     assert variant(window_left=2) == variant(window_left=30, window_right=4)
+
+
+def test_few_rows_are_decoded_where_tiles_would_leave_the_gpu_idle() -> None:
+    def family(**fields: Any) -> str:
+        heads = {"batch": 1, "seqlen_q": 4, "seqlen_k": 2048, "num_heads_q": 32, "num_heads_kv": 8}
+        return plan.forward(problem(**heads | fields), KNOWN["90a"]).steps[-1].variant.family.removesuffix("_cluster")
+
+    assert family() == family(batch=64) == family(seqlen_q=1) == "decode"
+    assert family(seqlen_q=16) == "decode"  # 64 rows of one tile, and 32 tiles for 132 SMs
+    assert family(seqlen_q=17) == family(batch=64, seqlen_q=5) == family(batch=64, num_heads_q=8) == "fwd_sm90"
+    assert family(seqlen_q=16, seqlen_k=256) == family(seqlen_k=0) == family(mask=True) == "fwd_sm90"
+    assert plan.forward(problem(batch=1, seqlen_q=1, dtype="float32"), KNOWN["90a"]).steps[0].variant.family == "fwd_simple"
 
 
 def test_an_empty_problem_launches_nothing() -> None:
