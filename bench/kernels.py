@@ -44,13 +44,15 @@ def only_rows(rows: tuple[Any, ...], table: str = "FORWARD") -> Iterator[None]:
     depends on. Not for threads that compute meanwhile.
     """
     names = vars(plan)
-    before = names[table]
+    before = {name: names[name] for name in (table, "DECODE")}
     try:
+        if table == "FORWARD" and rows != variants.FORWARD:  # calls of few rows, too
+            names["DECODE"] = ()
         names[table] = rows
         _forget_plans()
         yield
     finally:
-        names[table] = before
+        names.update(before)
         _forget_plans()
 
 

@@ -214,7 +214,7 @@ def emulated(*rows: variants.Row, arch: str = "90a", num_sms: int = 3, table: st
         patch.setattr(tensormap, "replace_address", _replace_address)
         if rows:
             patch.setattr(plan, table, tuple(row._replace(longest=None) for row in rows))
-            if table == "FORWARD":  # which calls of few rows do not come to
+            if table == "FORWARD":  # calls of few rows, too
                 patch.setattr(plan, "DECODE", ())
         _forget()
         ran.clear()

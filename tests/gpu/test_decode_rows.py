@@ -53,8 +53,8 @@ def calls(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any], tuple[str,
 def kernels(request: pytest.FixtureRequest) -> None:
     """Compile the kernels of all rows at once."""
     found: set[variants.Variant] = set()
-    params = {tuple(item.callspec.params[name] for name in ("row", "dtype")) for item in request.session.items if item.path == request.path}
-    for row, dtype in params:
+    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    for row, dtype in {(given["row"], given["dtype"]) for given in params if "row" in given}:
         batch, heads = sizes(row)
         with only(row, table="DECODE"):
             for cache, splits, options, tokens, d in calls(row):

@@ -134,10 +134,10 @@ def test_pages_of_a_large_cache(on_gpu: Move, rng: np.random.Generator) -> None:
     shape = (-(-(1 << 31) // (16 * 2 * 64)) + 9, 16, 2, 64)
     held = np.r_[:500, shape[0] - 500 : shape[0]]
     table, lengths = rng.choice(held, (8, 256)).astype(np.int32), vector(4096, 4095, 513, 512, 511, 1, 0, 3001)
-    q = normal(rng, 8, 512, 8, 64, dtype=np.float16)
+    q = normal(rng, 8, 512, 8, 64, dtype="float16")
     pools, dense = [], []
     for _ in range(2):
-        pages = normal(rng, 1000, *shape[1:], dtype=np.float16)
+        pages = normal(rng, 1000, *shape[1:], dtype="float16")
         pool = cupy.full(shape, np.nan, np.float16)
         pool[cupy.asarray(held)] = cupy.asarray(pages)
         dense.append(pages[np.searchsorted(held, table)].reshape(8, 4096, 2, 64))
@@ -160,8 +160,8 @@ def serving(rng: np.random.Generator, lengths: Any, rows: Any) -> dict[str, np.n
     angles = np.arange(99)[:, None] * 0.7 ** np.arange(16)
     tables = {"rotary_cos": np.cos(angles).astype(np.float32), "rotary_sin": np.sin(angles).astype(np.float32)}
     offsets = np.r_[0, np.cumsum(rows)].astype(np.int32)
-    tokens = {name: normal(rng, 8, heads, 64, dtype=np.float16) for name, heads in (("q", 4), ("k_new", 2), ("v_new", 2))}
-    caches = {name: normal(rng, 24, 16, 2, 64, dtype=np.float16) for name in ("k_cache", "v_cache")}
+    tokens = {name: normal(rng, 8, heads, 64, dtype="float16") for name, heads in (("q", 4), ("k_new", 2), ("v_new", 2))}
+    caches = {name: normal(rng, 24, 16, 2, 64, dtype="float16") for name in ("k_cache", "v_cache")}
     table = rng.permutation(24)[:20].reshape(4, 5).astype(np.int32)
     return tokens | caches | tables | {"page_table": table, "cache_seqlens": vector(*lengths), "cu_seqlens_q": offsets}
 
