@@ -78,13 +78,13 @@ def cases(row: Row) -> Iterator[Case]:
 
 
 def archs(row: Row, dtype: str) -> Iterable[str]:
-    """fp16 and bf16 for each, float32 and float64 for one. Of the backward also fp16 for one, since it has other names of instructions
-    only, and nothing for sm_89, whose code is that of sm_86."""
+    """bf16 for each; fp16, which has other names of instructions only, float32 and float64 for one. Of the backward nothing for sm_89,
+    whose code is that of sm_86."""
     if dtype in ("float32", "float64"):
         return ("90a",)
-    if row in FORWARD:
-        return KNOWN
-    return (row.arch or "80",) if dtype == "float16" else [arch for arch in KNOWN if arch != "89"]
+    if dtype == "float16":
+        return (row.arch or "80",)
+    return KNOWN if row in FORWARD else [arch for arch in KNOWN if arch != "89"]
 
 
 def serves(row: Row, variant: Variant, arch: str) -> bool:
@@ -112,7 +112,7 @@ def forms(variant: Variant, row: Row, arch: str) -> Iterator[Variant]:
         yield variant
         return
     yield variant._replace(flags=tuple(sorted((*variant.flags, "dq"))))
-    if arch == "80" and variant.dtype == "bfloat16":
+    if arch == "80" and variant.dtype == "bfloat16" and "packed" not in variant.flags:
         yield variant
     dq, dbias = plan.companions(variant, row)
     yield from (dq, dbias) if "bias" in variant.flags else (dq,)
@@ -150,11 +150,11 @@ def over_caches() -> Iterator[Case]:
 
 
 def over_pages(row: Row) -> Iterator[Case]:
-    """What a row of fwd_sm90 has for keys in pages, whose lengths are always read: for one dtype, 16 keys at a time, with all it serves."""
+    """What a row of fwd_sm90 has for keys in pages, whose lengths are always read: packed, of one dtype, 16 keys at a time."""
     config = row.config
     if isinstance(config, Sm90Config):
         for variant, arch in cases(row):
-            if variant.dtype == "bfloat16" and "lse" in variant.flags:
+            if variant.dtype == "bfloat16" and {"lse", "packed"} <= set(variant.flags):
                 flags = tuple(sorted({*variant.flags, "paged", "used"} - {"bias"}))
                 yield Case(variant._replace(flags=flags, config=config._replace(page_rows=16)), arch)
 
@@ -169,12 +169,11 @@ def decoding() -> Iterator[Case]:
     many = (*few, ({}, {"page_size": None}), (options, {"page_size": 32}), ({}, {"page_size": None, "cache_dtype": "int8"}))
     for d in sorted({row.head_dim for row in DECODE}):
         for arch in KNOWN:
-            for dtype in ("bfloat16", "float16") if arch == "90a" else ("bfloat16",):
-                for given, more in many if arch == "90a" else few:
-                    for batch in (32, 1):  # alone in clusters, where there are any
-                        p = AttentionProblem(dtype, dtype, batch, 1, 999, 8, 8, d, d, 0.125, **given)
-                        problem = CacheProblem(p, **{"cache_dtype": dtype, **more})
-                        yield Case(plan.cached(problem, KNOWN[arch]).steps[-1].variant, arch)
+            for given, more in many if arch == "90a" else few:
+                for batch in (32, 1):  # alone in clusters, where there are any
+                    p = AttentionProblem("bfloat16", "bfloat16", batch, 1, 999, 8, 8, d, d, 0.125, **given)
+                    problem = CacheProblem(p, **{"cache_dtype": "bfloat16", **more})
+                    yield Case(plan.cached(problem, KNOWN[arch]).steps[-1].variant, arch)
 
 
 def merging() -> Iterator[Case]:

@@ -76,7 +76,9 @@ def inputs(rng: np.random.Generator, dtype: str, sq: int, sk: int, d: int, dv: i
 
 
 def masks(row: Row) -> list[bool]:
-    return [causal for causal in (False, True) if row.causal in (None, causal)][: 1 if row.options else 2]
+    """Without and under a causal mask, where the row knows both; of rows before sm_90a, which differ in tiles alone, those of D = 64."""
+    both = not row.options and (row.arch or row.head_dim == 64)
+    return [causal for causal in (False, True) if row.causal in (None, causal)][: 2 if both else 1]
 
 
 def masked(causal: bool, sq: int) -> dict[str, Any]:
@@ -206,7 +208,8 @@ def packed_agrees(row: Row, backward_row: Row, dtype: str, options: dict[str, An
 
 
 def packed_rows() -> list[Any]:
-    """Each row of sm_90a with one of the other direction that serves its head dims; of the others, which differ in tiles alone, D = 64."""
+    """A row of sm_90a of each width with one of the other direction that serves its head dims; of the others, which differ in tiles alone,
+    those of D = 64."""
     forward, backward = (
         [row for row in table if not isinstance(row.config, SimpleConfig)] for table in (variants.FORWARD, variants.BACKWARD)
     )
@@ -215,7 +218,8 @@ def packed_rows() -> list[Any]:
         alike = [r for r in table if r.head_dim == row.head_dim and r.options == row.options and r.narrow_v is None]
         return next((r for r in alike if r.causal is not True and arch_of(r) == arch_of(row)), alike[0] if alike else table[-1])
 
-    found = [(row, partner(row, backward)) for row in forward] + [(partner(row, forward), row) for row in backward]
+    each = [row for row in forward if row.longest is None and row.causal is not True]
+    found = [(row, partner(row, backward)) for row in each] + [(partner(row, forward), row) for row in backward]
     found = [(f, b) for f, b in found if f.head_dim == b.head_dim and (f.head_dim == 64 or "90a" in (f.arch, b.arch))]
     dtypes = ("bfloat16", "float16")
     return [

@@ -104,12 +104,12 @@ def kernels(request: pytest.FixtureRequest) -> None:
 
 
 # Those cases first that have most pairs of options which no case before has: the covering arrays begin with them.
-@pytest.mark.parametrize("case", test_kvcache.CASES[:22])
+@pytest.mark.parametrize("case", test_kvcache.CASES[:10])
 def test_pair(case: dict[str, Any], rng: np.random.Generator) -> None:
     test_kvcache.test_pair(case, rng)
 
 
-@pytest.mark.parametrize("case", test_kvcache.PAGED_CASES[:8])
+@pytest.mark.parametrize("case", test_kvcache.PAGED_CASES[:4])
 def test_pair_of_packed_queries_over_pages(case: dict[str, Any], rng: np.random.Generator) -> None:
     test_kvcache.test_pair_of_packed_queries_over_pages(case, rng)
 
@@ -217,13 +217,13 @@ def test_a_cache_without_slots(shape: tuple[int, ...], rng: np.random.Generator)
 
 
 def chunk_rows() -> list[Any]:
-    """Rows of one width over a dense cache and, of sm_90a, over pages; of each other width one over pages, which change but copies."""
+    """Rows of one width over a dense cache; of each width one of sm_90a over pages, which change but copies."""
     rows = [row for row in variants.FORWARD if not isinstance(row.config, SimpleConfig) and (row.arch or row.head_dim == 128)]
     first = {row.head_dim: row for row in reversed(rows) if row.arch}
     sizes: dict[Row, tuple[int | None, ...]] = {}
     for row in rows:
         dense = (None,) if row.head_dim == 128 and row.longest is None and (row.arch or row.options) else ()
-        sizes[row] = (*dense, *((64,) if row.arch and (row.head_dim == 128 or row is first[row.head_dim]) else ()))
+        sizes[row] = (*dense, *((64,) if row.arch and row is first[row.head_dim] else ()))
     found = [(row, ("bfloat16", "float16")[n % 2], size) for n, row in enumerate(rows) for size in sizes[row]]
     names = [f"{row.family}-{row.head_dim}-{row.config.tile}{'-options' * row.options}-{dtype}-{size}" for row, dtype, size in found]
     return [pytest.param(*case, id=name) for case, name in zip(found, names, strict=True)]
@@ -238,12 +238,12 @@ def test_chunks(row: Row, dtype: str, page_size: int | None, rng: np.random.Gene
 
 
 CHUNKS = [
-    *((chunks.test_packed_chunks, {"dtype": dtype, "page_size": n}) for dtype, n in (("float16", None), ("bfloat16", 16), ("float16", 64))),
+    *((chunks.test_packed_chunks, {"dtype": dtype, "page_size": n}) for dtype, n in (("float16", None), ("bfloat16", 16))),
     (chunks.test_chunks, {"dtype": "bfloat16", "page_size": 256}),
-    *((chunks.test_chunks_with_every_other_option, {"page_size": n}) for n in (None, 16)),
-    *((chunks.test_a_mask_over_a_cache, {"page_size": n}) for n in (None, 16)),
-    *((chunks.test_the_length_of_the_buffer_changes_no_bit_of_a_chunk, {"page_size": n}) for n in (None, 16)),
-    *((chunks.test_chunks_over_entries_of_a_cache, {"packed": packed}) for packed in (False, True)),
+    (chunks.test_chunks_with_every_other_option, {"page_size": 16}),
+    (chunks.test_a_mask_over_a_cache, {"page_size": None}),
+    (chunks.test_the_length_of_the_buffer_changes_no_bit_of_a_chunk, {"page_size": 16}),
+    (chunks.test_chunks_over_entries_of_a_cache, {"packed": True}),
     (chunks.test_chunks_in_heads_before_slots, {}),
     (chunks.test_pages_that_are_not_there, {}),
     *(
