@@ -14,6 +14,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import importlib
 import math
 import os
 import sys
@@ -45,6 +46,22 @@ class ArrayView(NamedTuple):
 # where they are C's, which takes half the time to read and less to hash.
 Kind = tuple[str, int, tuple[int, ...], Any, Any, int]
 Array = tuple[int, Kind, Any]  # as it is read: address, kind, owner
+
+
+class Elsewhere(Exception):  # noqa: N818  # no error: it takes a call to where it is computed
+    """An array that its framework has to see used: one that requires grad, is traced, or lives on the framework's own stream. Raised by its
+    reader, this brings the call to the framework's module (see `keywords.entry`)."""
+
+    def __init__(self, framework: str, name: str, what: str, way_out: str) -> None:
+        super().__init__(f"{name} {what}")
+        self.framework, self.way_out = framework, way_out
+
+    def land(self, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """The result of the function of that name in the module of the framework."""
+        there = getattr(importlib.import_module(f"cupyflash.{self.framework}"), function.__name__, None)
+        if there is None:
+            raise UnsupportedError(f"{self}, and {function.__name__} has no form for that", (self.way_out,))
+        return there(*args, **options)
 
 
 def read(array: Any, name: str, stream: Any = None) -> Array:
@@ -180,10 +197,7 @@ def _check_torch(tensor: Any, name: str) -> None:
     if tensor.is_neg():  # conjugated ones are complex, which no argument may be
         raise ArgumentError(f"{name} is a lazily negated view: pass {name}.resolve_neg()")
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
-        raise UnsupportedError(
-            f"{name} requires grad, and gradients through torch are not built yet: a result without them would lose them silently",
-            (f"pass {name}.detach(), or call inside torch.no_grad(); cupyflash.attention_vjp gives gradients",),
-        )
+        raise Elsewhere("torch", name, "requires grad", f"pass {name}.detach(), or call inside torch.no_grad()")
     if not (tensor.is_cuda or tensor.is_cpu):
         raise DeviceError(f"{name} is on the torch device {str(tensor.device)!r}: it must be on 'cpu' or 'cuda'")
 
@@ -199,20 +213,15 @@ def _read_jax(array: Any, name: str) -> Array:
         raise ArgumentError(f"{name} is sharded over {len(devices)} devices: call cupyflash on each shard, inside jax.shard_map")
     platform = next(iter(devices)).platform
     if platform != "cpu":
-        raise UnsupportedError(
-            f"{name} is a JAX array on {platform!r}: its memory may be reused while a kernel on another stream still reads it, and the "
-            "call that runs on JAX's own stream is not built yet",
-            ("numpy.asarray, cupy.from_dlpack or jax.device_put to a CPU device give arrays that work",),
-        )
+        # Its memory may be reused while a kernel on another stream still reads it, so the call has to run on JAX's own.
+        way_out = f"numpy.asarray({name}) or cupy.from_dlpack({name}) gives an array that works"
+        raise Elsewhere("jax", name, f"is a JAX array on {platform!r}", way_out)
     ptr, kind, _ = _read_numpy(np.asarray(array), name)  # no copy; waits until the value is there
     return ptr, ("jax", *kind[1:]), array
 
 
 def _refuse_tracer(tracer: Any, name: str) -> Array:
-    raise UnsupportedError(
-        f"{name} is a JAX tracer: calls inside jax.jit, grad and vmap are not built yet",
-        ("call cupyflash outside of the traced function, on concrete arrays",),
-    )
+    raise Elsewhere("jax", name, "is a JAX tracer", "call it outside of the traced function, on concrete arrays")
 
 
 class _Capsule:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from cupyflash.arrays import Elsewhere
 from cupyflash.errors import ArgumentError
 
 P = ParamSpec("P")
@@ -98,11 +99,12 @@ def refuse_unpacked(**options: Any) -> None:
             raise ArgumentError(f"{name}= was given for packed sequences: {_NOT_PACKED[name]}")
 
 
-def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse unknown keywords with the name that the option has here; the signature stays the function's own.
+def entry(function: Callable[P, R]) -> Callable[P, R]:
+    """How calls come in: unknown keywords are refused with the name that the option has here, and a call with arrays that a framework has
+    to see used is that framework's module's. The signature stays the function's own.
 
-    That takes a wrapper, and 0.2 us of each call. A function for which this is much takes `**unknown: NoReturn`, raises `foreign_keyword`
-    itself, and is given back as it is, without that parameter in its signature.
+    That takes a wrapper, and 0.2 us of each call. A function for which this is much takes `**unknown: NoReturn`, does both itself
+    (`foreign_keyword`, `Elsewhere.land`), and is given back as it is, without that parameter in its signature.
     """
     if function.__code__.co_flags & inspect.CO_VARKEYWORDS:
         signature = inspect.signature(function)
@@ -114,10 +116,13 @@ def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
+        except Elsewhere as e:
+            elsewhere = e
         except TypeError:
             if inspect.signature(function).parameters.keys() >= kwargs.keys():  # found here alone: 0.3 ms of an import each
                 raise
-        raise foreign_keyword(function, kwargs)
+            raise foreign_keyword(function, kwargs) from None
+        return elsewhere.land(function, args, kwargs)  # type: ignore[no-any-return]
 
     return checked
 
