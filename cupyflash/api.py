@@ -12,7 +12,7 @@ from cupyflash import arrays, cache, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView, Kind
 from cupyflash.device import HOST_SPEC, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, ShapeError, UnsupportedError
-from cupyflash.keywords import foreign_keyword, entry, refuse_unpacked
+from cupyflash.keywords import entry, foreign_keyword, refuse_unpacked
 from cupyflash.problem import (
     DIFFERENTIABLE,
     AttentionProblem,
