@@ -143,6 +143,7 @@ def attention(
     """
     if unknown:
         raise foreign_keyword(attention, unknown)
+    elsewhere = None
     try:
         if (
             out is bias is mask is alibi_slopes is sink is seqused_q is seqused_k is stream is None
@@ -161,7 +162,7 @@ def attention(
         options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
         options |= {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"layout": layout, "out": out, "out_dtype": out_dtype, "return_lse": return_lse, "stream": stream}
-        return elsewhere.land(attention, (q, k, v), options)
+        return elsewhere.land(attention, (q, k, v), {name: option for name, option in options.items() if option is not None})
     if isinstance(window_size, list):
         window_size = tuple(window_size)
     if out_dtype is not None:

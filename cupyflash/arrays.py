@@ -83,6 +83,8 @@ def describe(kind: Kind, name: str) -> ArrayView:
         strides = strides_of(shape, None) if strides is True else strides
         return ArrayView(ptr, shape, strides, _torch_name(dtype), device_id, library, None)
     size = dtype.itemsize
+    if library == "xla":
+        return ArrayView(ptr, shape, strides_of(shape, None), _name_of(dtype), device_id, library, None)
     if size == 0 or any(s % size for s in strides):
         raise ShapeError(f"{name} has strides of {strides} bytes for elements of {size}: pass {name}.copy()")
     return ArrayView(ptr, shape, tuple([s // size for s in strides]), _name_of(dtype), device_id, library, None)
@@ -449,7 +451,7 @@ def _itemsize(dtype: str) -> int:
 
 def fresh(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None) -> ArrayView:
     """What a dense result in `like`'s library and place will be; `order` lists the axes from the slowest in memory to the fastest."""
-    if like.library == "jax":  # its arrays cannot be written: the result is computed in compact NumPy memory, and JAX's in give_back
+    if like.library in ("jax", "xla"):  # their results are compact; of arrays of JAX in NumPy memory, and JAX's in give_back
         _check_jax_dtype(dtype)
         order = None
     return ArrayView(0, shape, strides_of(shape, order), dtype, like.device_id, like.library, None)
@@ -460,7 +462,8 @@ Allocator = Callable[[Any], tuple[int, Any]]  # an array of the caller -> a new 
 
 def allocator(made: ArrayView, like: ArrayView) -> Allocator:
     """What makes uninitialised arrays as `made`, with the allocator of the library of an array as `like`; a GPU must be the current one."""
-    return {"torch": _torch_allocator, "cupy": _cupy_allocator}.get(made.library, _numpy_allocator)(made, like)
+    makers = {"torch": _torch_allocator, "cupy": _cupy_allocator, "xla": _xla_allocator}
+    return makers.get(made.library, _numpy_allocator)(made, like)
 
 
 def empty(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None) -> ArrayView:
@@ -501,6 +504,11 @@ def _cupy_allocator(made: ArrayView, like: ArrayView) -> Allocator:
         return memory.ptr, ndarray(shape, dtype, memory, strides)  # cupy.empty takes 0.3 us more, and has no strides
 
     return allocate
+
+
+def _xla_allocator(made: ArrayView, like: ArrayView) -> Allocator:
+    shape, dtype = made.shape, _numpy_dtype(made.dtype)
+    return lambda _: _xla.take(shape, dtype)
 
 
 def _numpy_allocator(made: ArrayView, like: ArrayView) -> Allocator:
@@ -597,6 +605,8 @@ def stream_reader(like: ArrayView) -> Callable[[], int]:
         if raw := getattr(torch._C, "_cuda_getCurrentRawStream", None):  # 0.1 us; torch.cuda.current_stream() 3.3
             return functools.partial(raw, device_id)
         return lambda: int(torch.cuda.current_stream(device_id).cuda_stream)
+    if like.library == "xla":
+        return lambda: _xla.stream
     get_current_stream = sys.modules["cupy"].cuda.get_current_stream
     return lambda: int(get_current_stream(device_id).ptr)
 
@@ -613,13 +623,13 @@ def is_capturing(like: ArrayView) -> bool:
 
 
 # Workspaces of captured calls, for good: CuPy's pool would give their memory away while replays still write there. (PyTorch's graphs have
-# pools of their own.)
+# pools of their own, and those of XLA's are memory of XLA.)
 _captured: list[Any] = []
 
 
 def keep_if_captured(workspaces: Any, like: ArrayView) -> None:
     """Hold the workspaces of a call until the process ends, if the call is recorded into a CUDA graph whose replays write there again."""
-    if like.library != "torch" and is_capturing(like):
+    if like.library == "cupy" and is_capturing(like):
         _captured.append(workspaces)
 
 
@@ -690,3 +700,66 @@ def _hold(event: Any, owners: list[Any]) -> None:
         _held.append((event, owners))
         while _held and _held[0][0].done:
             done.append(_held.popleft())
+
+
+# --- inside XLA --------------------------------------------------------------------------------------------------------------------------
+
+
+class XlaArray:
+    """Memory that XLA lends to a callback, dense in C order; or, without a buffer, such an array of a call that is only traced."""
+
+    __slots__ = ("buffer", "kind", "ptr")
+
+    def __init__(self, buffer: Any, ptr: int, shape: tuple[int, ...], dtype: Any, device_id: int) -> None:
+        self.buffer, self.ptr, self.kind = buffer, ptr, ("xla", ptr % 16, shape, True, dtype, device_id)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        if self.buffer is None:
+            raise _Traced
+        return np.asarray(self.buffer)
+
+
+READERS[XlaArray] = lambda array, name: (array.ptr, array.kind, array)
+
+
+class _Traced(Exception):  # noqa: N818  # no error: how a traced call ends in host memory, before it reads any
+    pass
+
+
+class _Xla(threading.local):
+    """What the calls of a thread find inside a callback: the stream, and what takes the next of XLA's outputs for an array to be made."""
+
+    stream: int
+    take: Callable[[tuple[int, ...], Any], tuple[int, XlaArray]]
+
+
+_xla = _Xla()
+
+
+def traced(call: Callable[[list[XlaArray]], Any], given: Sequence[tuple[tuple[int, ...], Any]], device_id: int) -> list[Any]:
+    """The (shape, dtype) of all arrays that a call makes, results and workspaces, in its order. The call is checked, planned and, for a GPU,
+    compiled, but it ends where memory would be read; `given` has the (shape, dtype) of its arrays."""
+    made: list[Any] = []
+
+    def take(shape: tuple[int, ...], dtype: Any) -> tuple[int, XlaArray]:
+        made.append((shape, dtype))
+        return 0, XlaArray(None, 0, shape, dtype, device_id)
+
+    _xla.stream, _xla.take = -1, take
+    with contextlib.suppress(_Traced):
+        call([XlaArray(None, n << 44, shape, dtype, device_id) for n, (shape, dtype) in enumerate(given, 1)])  # apart from each other
+    return made
+
+
+def in_xla(call: Callable[[list[XlaArray]], Any], given: list[XlaArray], outputs: list[XlaArray], stream: int) -> None:
+    """Make a call on XLA's stream, where the arrays that it makes are XLA's outputs."""
+    left = iter(outputs)
+
+    def take(shape: tuple[int, ...], dtype: Any) -> tuple[int, XlaArray]:
+        array = next(left, None)
+        if array is None or array.kind[2] != shape:
+            raise StateError("the call was traced for another kind of GPU than it runs on: trace it again, with jax.default_device set")
+        return array.ptr, array
+
+    _xla.stream, _xla.take = stream, take
+    call(given)

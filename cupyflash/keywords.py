@@ -82,6 +82,12 @@ _CACHE = {
 _NO_GRID = "packed sequences have no common Sq x Sk for it; pad them for `cupyflash.attention`"
 _NO_ORDER = "packed arrays are (T, H, D); their strides are free, so a view with the axes in that order is read in place"
 
+# What the functions of cupyflash.jax do not take.
+_XLA = {
+    "out": "JAX arrays cannot be written: use the returned one",
+    "stream": "calls run on the stream that XLA gives them",
+}
+
 # What has no meaning there.
 _NOT_PACKED = {
     **dict.fromkeys(("mask", "attn_mask", "attention_mask", "custom_mask"), f"{_NO_GRID} (mask_mod is not built yet)"),
@@ -137,5 +143,6 @@ def foreign_keyword(function: Callable[..., Any], keywords: Mapping[str, Any]) -
     close = difflib.get_close_matches(unknown, known, n=1)
     meanings = FOREIGN | (_OFFSETS if "cu_seqlens_q" in known else {}) | (_PAGES if "page_table" in known else {})
     meanings |= _NOT_PACKED if function.__name__ == "attention_varlen" else _CACHE if "cache_seqlens" in known else {}
+    meanings |= _XLA if function.__module__ == "cupyflash.jax" else {}
     hint = meanings.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
     return ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")
