@@ -20,7 +20,7 @@ import numpy as np
 from cupyflash import api, arrays, backward
 from cupyflash.api import AttentionResult
 from cupyflash.arrays import HOST, XlaArray
-from cupyflash.errors import ArgumentError, SetupError, ShapeError, UnsupportedError
+from cupyflash.errors import ArgumentError, DtypeError, SetupError, ShapeError, UnsupportedError
 from cupyflash.keywords import entry
 from cupyflash.problem import DIFFERENTIABLE, Causal, Window
 
@@ -370,6 +370,8 @@ def _array(x: Any, name: str) -> Any:
             raise ArgumentError(f"{name} is sharded over {len(devices)} devices: call cupyflash on each shard, inside jax.shard_map")
         return x
     if isinstance(x, np.ndarray) and name in arrays.VECTORS:
+        if x.dtype.itemsize > 4:  # which JAX would narrow silently
+            raise DtypeError(f"{name} is {x.dtype}: it must be {'float32' if x.dtype.kind == 'f' else 'int32'}")
         return x
     raise ArgumentError(f"{name} is a {type(x).__module__}.{type(x).__name__}: it must be a JAX array; jax.numpy.asarray({name}) makes one")
 
