@@ -114,7 +114,7 @@ def cached_by_kinds(prepare: Callable[..., Prepared]) -> functools._lru_cache_wr
     return cached
 
 
-def prepared(prepare: functools._lru_cache_wrapper[Prepared], kinds: tuple[Kind | None, ...], *options: Any) -> Prepared:
+def prepared(prepare: functools._lru_cache_wrapper[Prepared], kinds: tuple[Any, ...], *options: Any) -> Prepared:
     """`prepare(kinds, *options)`, also where an option cannot be hashed: then it is a wrong one, and its check names it."""
     try:
         return prepare(kinds, *options)
@@ -737,8 +737,8 @@ _xla = _Xla()
 
 
 def traced(call: Callable[[list[XlaArray]], Any], given: Sequence[tuple[tuple[int, ...], Any]], device_id: int) -> list[Any]:
-    """The (shape, dtype) of all arrays that a call makes, results and workspaces, in its order. The call is checked, planned and, for a GPU,
-    compiled, but it ends where memory would be read; `given` has the (shape, dtype) of its arrays."""
+    """The (shape, dtype) of all arrays that a call makes, results and workspaces, in its order. The call is checked, planned and, for a
+    GPU, compiled, but it ends where memory would be read; `given` has the (shape, dtype) of its arrays."""
     made: list[Any] = []
 
     def take(shape: tuple[int, ...], dtype: Any) -> tuple[int, XlaArray]:

@@ -1,8 +1,8 @@
 """Attention for JAX: eager and under jit, grad, vmap, scan, checkpoint and shard_map, computed by cupyflash on XLA's own stream.
 
-Each function is an XLA callback on device buffers (`jax.experimental.buffer_callback`), with gradients by `jax.custom_vjp`. Shapes are known
-when JAX traces, so that a wrong call raises there, before anything runs; for a GPU kernels are compiled there, too. Workspaces are further
-outputs of the callback, thus XLA's memory: it takes 75 % of a GPU for itself, and a CUDA graph of XLA's may write there in each replay.
+Each function is an XLA callback on device buffers (`jax.experimental.buffer_callback`), with gradients by `jax.custom_vjp`. Shapes are
+known when JAX traces, so that a wrong call raises there, before anything runs; for a GPU kernels are compiled there, too. Workspaces are
+further outputs of the callback, thus XLA's memory: it takes 75 % of a GPU for itself, and its CUDA graphs write there in each replay.
 
 Sharded arrays: call it inside `jax.shard_map`, where each device computes its shard. Under jit alone XLA gathers them, and each device
 computes everything.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -61,8 +61,8 @@ def attention(
     """`cupyflash.attention` for JAX arrays and tracers, with gradients.
 
     Forward and backward are FlashAttention-2's (Dao, arXiv 2307.08691), as `cupyflash.attention` and `cupyflash.attention_backward` say;
-    gradients are for q, k, v, bias, alibi_slopes and sink, also through the LSE, and only those that JAX asks for are computed. vmap over q,
-    k and v makes their axis part of the batch, in one call; over some of them alone, or over sink, one call after the other.
+    gradients are for q, k, v, bias, alibi_slopes and sink, also through the LSE, and only those that JAX asks for are computed. vmap over
+    q, k and v makes their axis part of the batch, in one call; over some of them alone, or over sink, one call after the other.
 
     Parameters
     ----------
@@ -78,8 +78,8 @@ def attention(
 
     Raises
     ------
-    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `cupyflash.attention`, when the call is traced. UnsupportedError
-    for second-order gradients. SetupError, when the module is imported, without JAX 0.6.1 or newer.
+    ShapeError, DtypeError, ArgumentError, DeviceError, UnsupportedError : as `cupyflash.attention`, when the call is traced.
+    UnsupportedError for second-order gradients. SetupError, when the module is imported, without JAX 0.6.1 or newer.
 
     Examples
     --------
@@ -94,8 +94,10 @@ def attention(
     """
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink": sink}
     given |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    options = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap, "layout": layout}
-    return _attend(given, options, out_dtype, return_lse, deterministic)
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
+    options |= {"layout": layout, "out_dtype": out_dtype, "return_lse": bool(return_lse), "deterministic": deterministic}
+    results = _called(_differentiable, given, 3, options)
+    return AttentionResult(*results) if return_lse else results[0]
 
 
 @entry
@@ -150,9 +152,11 @@ def attention_varlen(
     """
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "page_table": page_table}
     given |= {"alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q, "seqused_k": seqused_k}
-    options = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
     options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _attend(given, options, out_dtype, return_lse, deterministic)
+    options |= {"out_dtype": out_dtype, "return_lse": bool(return_lse), "deterministic": deterministic}
+    results = _called(_differentiable, given, 4, options)
+    return AttentionResult(*results) if return_lse else results[0]
 
 
 @entry
@@ -232,14 +236,11 @@ def attention_with_kvcache(
     given |= {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "rotary_cos": rotary_cos}
     given |= {"rotary_sin": rotary_sin, "rotary_positions": rotary_positions, "cu_seqlens_q": cu_seqlens_q, "alibi_slopes": alibi_slopes}
     given |= {"sink": sink, "mask": mask, "k_descale": k_descale, "v_descale": v_descale}
-    options = {"rotary_interleaved": rotary_interleaved, "max_seqlen_q": max_seqlen_q, "causal": causal, "window_size": window_size}
-    options |= {"softmax_scale": softmax_scale, "softcap": softcap, "kv_layout": kv_layout, "num_splits": num_splits}
-    options |= {"split_size": split_size, "plan": plan, "return_lse": return_lse}
+    options: dict[str, Any] = {"rotary_interleaved": rotary_interleaved, "max_seqlen_q": max_seqlen_q, "causal": causal}
+    options |= {"window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap, "kv_layout": kv_layout}
+    options |= {"num_splits": num_splits, "split_size": split_size, "plan": plan, "return_lse": bool(return_lse)}
     options |= {name: x for name, x in given.items() if name.endswith("_descale") and isinstance(x, numbers.Real)}
-    for name in (*options.keys() & given.keys(),):
-        del given[name]
-    names, xs = _read(given)
-    results = _called(_over_cache, names, options)(*xs)
+    results = _called(_over_cache, {name: x for name, x in given.items() if name not in options}, 4, options)
     out = AttentionResult(*results[:2]) if return_lse else results[0]
     return out if k_new is None else (out, *results[-2:])
 
@@ -266,20 +267,20 @@ def dot_product_attention(
 
     Parameters
     ----------
-    query : (B, T, N, H) or (T, N, H), key, value : (B, S, K, H) or (S, K, H), K a divisor of N; of one of the dtypes of `attention`. Whatever
-        `jax.numpy.asarray` takes.
+    query : (B, T, N, H) or (T, N, H), key, value : (B, S, K, H) or (S, K, H), K a divisor of N; of one of the dtypes of `attention`.
+        These and the other arrays are whatever `jax.numpy.asarray` takes.
     bias, mask : broadcastable to (B, N, T, S); bias of query's dtype or float32, mask bool, True where a query may attend.
     scale : default 1 / sqrt(H).
     query_seq_lengths, key_value_seq_lengths : (B,), int32: rows and keys in use.
-    local_window_size : (left, right) or one int for both: a query sees keys from left before the diagonal to right after it. Without is_causal
-        S may be shorter than T by at most left, and longer by at most right.
+    local_window_size : (left, right) or one int for both: a query sees keys from left before the diagonal to right after it. Without
+        is_causal S may be shorter than T by at most left, and longer by at most right.
     implementation : None or "cupyflash"; the others are those of `jax.nn`.
     return_residual : also return the log of the softmax denominators.
 
     Returns
     -------
-    out : as query. Or, with return_residual, (out, residual) : residual is (B, T, N) or (T, N), of key's dtype, without a gradient. A row that
-    sees no key is 0, with residual -inf; in `jax.nn` it is the mean of all values.
+    out : as query. Or, with return_residual, (out, residual) : residual is (B, T, N) or (T, N), of key's dtype, without a gradient. A row
+    that sees no key is 0, with residual -inf; in `jax.nn` it is the mean of all values.
 
     Raises
     ------
@@ -294,11 +295,9 @@ def dot_product_attention(
     True
     """
     if implementation not in (None, "cupyflash"):
-        raise ArgumentError(f"implementation={implementation!r}: this one is None or 'cupyflash'; jax.nn.dot_product_attention has the others")
+        raise ArgumentError(f"implementation={implementation!r} is none of this function's, None and 'cupyflash': jax.nn has the others")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    bias, mask, used_q, used_k = (
-        None if x is None else jnp.asarray(x) for x in (bias, mask, query_seq_lengths, key_value_seq_lengths)
-    )
+    bias, mask, used_q, used_k = (None if x is None else jnp.asarray(x) for x in (bias, mask, query_seq_lengths, key_value_seq_lengths))
     causal: Causal = "top_left" if is_causal else False
     window, rows = None, None
     if local_window_size is not None:
@@ -316,7 +315,7 @@ def dot_product_attention(
                 used = jnp.arange(key.shape[-3]) < used_k[:, None, None, None]
                 mask, used_k = used if mask is None else mask & used, None
             if used_q is not None:
-                rows = jnp.arange(query.shape[-3]) < used_q.reshape(query.shape[:-3] + (1,))
+                rows = jnp.arange(query.shape[-3]) < used_q.reshape((*query.shape[:-3], 1))
                 used_q = None
     out, lse, _ = attention(
         *(query, key, value),
@@ -344,24 +343,7 @@ def _window(local_window_size: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-# --- from arguments to a function of arrays ------------------------------------------------------------------------------------------------
-
-
-def _attend(given: dict[str, Any], options: dict[str, Any], out_dtype: Any, return_lse: bool, deterministic: bool) -> Any:
-    names, xs = _read(given)
-    dtype = None if out_dtype is None else arrays.dtype_name(out_dtype)
-    options |= {"out_dtype": dtype, "return_lse": return_lse, "deterministic": deterministic}
-    results = _called(_differentiable, names, options)(*xs)
-    return AttentionResult(*results) if return_lse else results[0]
-
-
-_REQUIRED = frozenset({"q", "k", "v", "k_cache", "v_cache", "cache_seqlens", "cu_seqlens_q"})
-
-
-def _read(given: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]]:
-    """The names of the arrays that are there, and these as JAX's."""
-    read = {name: _array(x, name) for name, x in given.items() if x is not None or (name in _REQUIRED and "k_cache" not in given)}
-    return tuple(read), [*read.values()]
+# --- from arguments to a function of arrays ----------------------------------------------------------------------------------------
 
 
 def _array(x: Any, name: str) -> Any:
@@ -379,29 +361,47 @@ def _array(x: Any, name: str) -> Any:
 Function = Callable[..., tuple[Any, ...]]  # of arrays, to a tuple of arrays
 
 
-def _called(build: Any, names: tuple[str, ...], options: dict[str, Any]) -> Function:
-    """The function for these arguments, jitted and kept: a new one each call would take XLA 29 ms."""
+def _called(build: Any, given: dict[str, Any], required: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    """The results of the function that `build` makes for arguments of these names and options, jitted and kept: a new one in each call
+    would take XLA 29 ms. The first `required` of the arrays may not be None."""
+    read = {name: _array(x, name) for n, (name, x) in enumerate(given.items()) if x is not None or n < required}
     if isinstance(options["window_size"], list):
         options["window_size"] = tuple(options["window_size"])
-    function: Function = arrays.prepared(build, names, command_buffers, (*options,), *options.values())
-    return function
+    if options.get("out_dtype") is not None:
+        options["out_dtype"] = arrays.dtype_name(options["out_dtype"])
+    results: tuple[Any, ...] = arrays.prepared(build, (*read,), command_buffers, (*options,), *options.values())(*read.values())
+    return results
 
 
-@arrays.cached_by_kinds
-def _differentiable(names: tuple[str, ...], command_buffers: bool, option_names: tuple[str, ...], *values: Any) -> Function:
+_kept = functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is not True to `causal`
+
+
+@_kept
+def _differentiable(names: tuple[str, ...], command_buffers: bool, option_names: tuple[str, ...], *values: Any) -> Any:
     """Attention of arrays with these names, dense or packed, and its gradients."""
     options = dict(zip(option_names, values, strict=True))
-    return_lse, deterministic = options.pop("return_lse"), options.pop("deterministic")
-    packed, layout = "cu_seqlens_q" in names, options.get("layout")
-    function = api.attention_varlen if packed else api.attention
+    return_lse, deterministic, layout = options.pop("return_lse"), options.pop("deterministic"), options.get("layout")
+    function: Any = api.attention_varlen if "cu_seqlens_q" in names else api.attention
+    kept = {name: option for name, option in options.items() if name != "out_dtype"} | {"deterministic": deterministic}
 
     @functools.cache
     def forward(return_lse: bool) -> Function:
         return _operation(function, names, options | {"return_lse": return_lse}, 1 + return_lse, layout, command_buffers)
 
-    @jax.custom_vjp
-    def attend(*xs: Any) -> tuple[Any, ...]:
-        return forward(return_lse)(*xs)
+    @functools.cache  # residuals are compared, the function in them, too
+    def pullback(wrt: tuple[str, ...]) -> Function:
+        def pull(xs: Sequence[Any], out: Any, lse: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+            if isinstance(dout, SymbolicZero):
+                dout = jnp.zeros_like(out)
+            given = {"dout": dout, **dict(zip(names[:3], xs[:3], strict=True)), "out": out, "lse": lse}
+            given |= dict(zip(names[3:], xs[3:], strict=True))
+            if dlse is not None and not isinstance(dlse, SymbolicZero):
+                given["dlse"] = dlse
+            operation = _operation(backward.attention_backward, (*given,), kept | {"wrt": wrt}, len(wrt), layout, command_buffers)
+            gradients = dict(zip(wrt, operation(*given.values()), strict=True)) if wrt else {}
+            return tuple(gradients.get(name) for name in names)
+
+        return pull
 
     def attend_and_keep(*primals: Any) -> tuple[Any, Any]:
         if "page_table" in names:
@@ -411,45 +411,32 @@ def _differentiable(names: tuple[str, ...], command_buffers: bool, option_names:
         xs = [primal.value for primal in primals]
         wanted = {name for name, primal in zip(names, primals, strict=True) if primal.perturbed}
         results = forward(True)(*xs)
-        return results[: 1 + return_lse], jax.tree_util.Partial(pullback(tuple(n for n in DIFFERENTIABLE if n in wanted)), xs, *results)
+        pull = jax.tree_util.Partial(pullback(tuple([name for name in DIFFERENTIABLE if name in wanted])), xs, *results)
+        return results[: 1 + return_lse], pull
 
-    @functools.cache  # equal residuals have the same function
-    def pullback(wrt: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
-        kept = {name: option for name, option in options.items() if name != "out_dtype"} | {"wrt": wrt, "deterministic": deterministic}
+    attend = jax.custom_vjp(lambda *xs: forward(return_lse)(*xs))
+    attend.defvjp(attend_and_keep, lambda pull, cotangents: pull(*cotangents), symbolic_zeros=True)
 
-        def pull(xs: Sequence[Any], out: Any, lse: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
-            if isinstance(dout, SymbolicZero):
-                dout = jnp.zeros_like(out)
-            given = {"dout": dout, **dict(zip("qkv", xs, strict=False)), "out": out, "lse": lse}
-            given |= dict(zip(names[3:], xs[3:], strict=True))
-            if dlse is not None and not isinstance(dlse, SymbolicZero):
-                given["dlse"] = dlse
-            operation = _operation(backward.attention_backward, (*given,), kept, len(wrt), layout, command_buffers)
-            gradients = dict(zip(wrt, operation(*given.values()), strict=True)) if wrt else {}
-            return tuple(gradients.get(name) for name in names)
+    def cupyflash_attention(*xs: Any) -> Any:
+        return attend(*_varying_alike(xs))
 
-        return pull
-
-    def pull_back(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        gradients: tuple[Any, ...] = residuals(*cotangents)
-        return gradients
-
-    attend.defvjp(attend_and_keep, pull_back, symbolic_zeros=True)
-    jitted: Function = jax.jit(lambda *xs: attend(*_varying_alike(xs)))
-    return jitted
+    return jax.jit(cupyflash_attention)
 
 
-@arrays.cached_by_kinds
-def _over_cache(names: tuple[str, ...], command_buffers: bool, option_names: tuple[str, ...], *values: Any) -> Function:
+@_kept
+def _over_cache(names: tuple[str, ...], command_buffers: bool, option_names: tuple[str, ...], *values: Any) -> Any:
     """Attention over a cache; with new tokens the last two results are the caches."""
     options = dict(zip(option_names, values, strict=True))
-    results, appends = 1 + options["return_lse"], "k_new" in names
-    operation = _operation(api.attention_with_kvcache, names, options, results, None, command_buffers, (1, 2) if appends else ())
-    jitted: Function = jax.jit(lambda *xs: operation(*_varying_alike(xs)))
-    return jitted
+    written = (1, 2) if "k_new" in names else ()
+    attend = _operation(api.attention_with_kvcache, names, options, 1 + options["return_lse"], None, command_buffers, written)
+
+    def cupyflash_attention_with_kvcache(*xs: Any) -> Any:
+        return attend(*_varying_alike(xs))
+
+    return jax.jit(cupyflash_attention_with_kvcache)
 
 
-# --- functions of cupyflash as operations of JAX --------------------------------------------------------------------------------------------
+# --- functions of cupyflash as operations of JAX -----------------------------------------------------------------------------------
 
 
 def _operation(
@@ -461,50 +448,49 @@ def _operation(
     command_buffers: bool,
     written: tuple[int, ...] = (),  # which arrays the function writes: they are further results
 ) -> Function:
-    """A function of cupyflash as one of JAX arrays with these names, traced and mapped, but not differentiated."""
+    """A function of cupyflash as one of JAX arrays with these names, which can be traced and mapped, but not differentiated."""
     positional = 6 if function is backward.attention_backward else 3
 
     def call(given: list[XlaArray]) -> None:
         function(*given[:positional], **dict(zip(names[positional:], given[positional:], strict=True)), **options)
 
-    @jax.custom_batching.custom_vmap
-    def operation(*xs: Any) -> tuple[Any, ...]:
-        made = arrays.traced(call, [(x.shape, x.dtype) for x in xs], _default_device())
-        made += [(xs[n].shape, xs[n].dtype) for n in written]
+    def compute(*xs: Any) -> tuple[Any, ...]:
+        given = [(x.shape, x.dtype) for x in xs]
+        made = arrays.traced(call, given, _default_device()) + [given[n] for n in written]
         outputs = buffer_callback(
-            _callback(call, [(x.shape, x.dtype) for x in xs], made, written),
+            _callback(call, given, made, written),
             [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in made],
             input_output_aliases={n: len(made) - len(written) + m for m, n in enumerate(written)},
             command_buffer_compatible=command_buffers,
         )(*xs)
-        mesh_axes = _mesh_axes(xs)  # those of outputs are not said by buffer_callback
-        return tuple(_varying(x, mesh_axes) for x in (*outputs[:results], *outputs[len(outputs) - len(written) :]))
+        mesh_axes = _mesh_axes(xs)  # buffer_callback does not say those of its outputs
+        return tuple([_varying(x, mesh_axes) for x in (*outputs[:results], *outputs[len(made) - len(written) :])])
 
-    @operation.def_vmap
-    def mapped(size: int, is_mapped: Sequence[bool], *xs: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-        folding = layout and _Folding.of(names, xs, is_mapped, size, layout, options.get("wrt", ()))
-        if folding:
-            made = operation(*folding.fold(xs, is_mapped))
-            made = folding.unfold(made)
+    operation = jax.custom_batching.custom_vmap(compute)
+
+    def map_over(size: int, is_mapped: Sequence[bool], *xs: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        folding = _folding(names, xs, is_mapped, size, layout, options.get("wrt", ())) if layout else None
+        if folding is not None:
+            made = folding.unfold(operation(*folding.fold(xs, is_mapped)))
         else:
-            moving = [x for x, moves in zip(xs, is_mapped, strict=True) if moves]
 
-            def one(moved: list[Any]) -> tuple[Any, ...]:
+            def one(moved: list[Any]) -> Any:
                 left = iter(moved)
                 return operation(*[next(left) if moves else x for x, moves in zip(xs, is_mapped, strict=True)])
 
-            made = jax.lax.map(one, moving)
+            made = jax.lax.map(one, [x for x, moves in zip(xs, is_mapped, strict=True) if moves])
         return made, (True,) * len(made)
 
-    refusing = jax.custom_jvp(operation)
-
-    @refusing.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
+    def refuse(primals: Any, tangents: Any) -> NoReturn:
         if function is api.attention_with_kvcache:
-            raise UnsupportedError("attention over a cache has no gradient", ("attention and attention_varlen have", "jax.lax.stop_gradient"))
+            raise UnsupportedError("attention over a cache has no gradient", ("that of attention and attention_varlen has",))
         raise UnsupportedError("attention has no second-order or forward-mode gradients", ("jax.nn.dot_product_attention has",))
 
-    return refusing
+    operation.def_vmap(map_over)
+    refusing = jax.custom_jvp(operation)
+    refusing.defjvp(refuse)
+    as_typed: Function = refusing
+    return as_typed
 
 
 def _callback(
@@ -520,8 +506,8 @@ def _callback(
             stream, address = ctx.stream, _address_on_gpu
         read = [XlaArray(x, address(x), *what, device_id) for x, what in zip(inputs, given, strict=True)]
         taken = [XlaArray(x, address(x), *what, device_id) for x, what in zip(outputs, made, strict=True)]
-        for m, n in enumerate(written):
-            read[n] = taken[len(taken) - len(written) + m]
+        for n, array in zip(written, taken[len(taken) - len(written) :], strict=True):
+            read[n] = array
         arrays.in_xla(call, read, taken, stream)
 
     return on_buffers
@@ -532,26 +518,35 @@ def _address_on_host(buffer: Any) -> int:
 
 
 def _address_on_gpu(buffer: Any) -> int:
-    address: int = buffer.__cuda_array_interface__["data"][0]  # 0.75 us; a DLPack capsule 3.4
+    address: int = buffer.__cuda_array_interface__["data"][0]  # 0.75 us; a DLPack capsule takes 3.4
     return address
 
 
 def _default_device() -> int:
-    """Where what is traced will most likely run; that the callback finds another device costs only time or memory."""
+    """Where what is traced will most likely run. A callback on another kind of GPU may find too little workspace, which is an error."""
     device = jax.config.jax_default_device or jax.local_devices()[0]
     if isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
     return HOST if device.platform == "cpu" else int(device.local_hardware_id)
 
 
+# --- inside shard_map --------------------------------------------------------------------------------------------------------------
+
+
+def _varying_alike(xs: Sequence[Any]) -> list[Any]:
+    """Arrays as ones that differ along the same axes of the mesh, as those of a custom gradient have to."""
+    axes = _mesh_axes(xs)
+    return [_varying(x, axes) for x in xs]
+
+
 def _mesh_axes(xs: Sequence[Any]) -> frozenset[str]:
-    """Inside shard_map: the axes of the mesh along which any of the arrays differs."""
+    """Those along which any of the arrays differs."""
     return frozenset().union(*[_varies(x) for x in xs])
 
 
 def _varies(x: Any) -> frozenset[str]:
     kind = jax.typeof(x)
-    axes: frozenset[str] = kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())
+    axes: frozenset[str] = kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())  # before JAX 0.10
     return axes
 
 
@@ -562,70 +557,62 @@ def _varying(x: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
 
 
-def _varying_alike(xs: Sequence[Any]) -> list[Any]:
-    """Arrays inside shard_map as ones that differ along the same axes of the mesh, since those of a custom gradient have to."""
-    axes = _mesh_axes(xs)
-    return [_varying(x, axes) for x in xs]
+# --- vmap: a mapped axis as part of the batch --------------------------------------------------------------------------------------
 
-
-# --- vmap: a mapped axis as part of the batch ----------------------------------------------------------------------------------------------
-
-# Axes of arrays that may lack leading ones or have them of size 1; the batch is the first.
+# How many axes these have, where all are there; the first is the batch, which may have size 1.
 _OPTION_AXES = {"bias": 4, "mask": 4, "alibi_slopes": 2, "seqused_q": 1, "seqused_k": 1}
 
 
 class _Folding(NamedTuple):
-    """How calls of `attention` or `attention_backward` on mapped arrays are one call; None where they are not."""
+    """How calls of `attention` or `attention_backward` on mapped arrays are one call."""
 
     names: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]  # without the mapped axis
-    size: int
+    size: int  # of the mapped axis
     batch: int | None  # None: arrays without that axis
     axis: int  # of the batch
     wrt: tuple[str, ...]
 
-    @classmethod
-    def of(
-        cls, names: tuple[str, ...], xs: Sequence[Any], is_mapped: Sequence[bool], size: int, layout: str, wrt: tuple[str, ...]
-    ) -> _Folding | None:
-        which = dict(zip(names, is_mapped, strict=True))
-        if not all(which[name] for name in "qkv") or which.get("sink") or "sink" in wrt:
-            return None
-        shapes = {name: x.shape[moves:] for name, x, moves in zip(names, xs, is_mapped, strict=True)}
-        axis = layout.index("b")
-        return cls(names, shapes, size, shapes["q"][axis] if len(shapes["q"]) == 4 else None, axis, wrt)
-
-    def axis_of(self, name: str) -> int:
-        return 0 if name in ("lse", "dlse") else self.axis
-
     def fold(self, xs: Sequence[Any], is_mapped: Sequence[bool]) -> list[Any]:
         return [self._folded(*each) for each in zip(self.names, xs, is_mapped, strict=True)]
 
-    def _folded(self, name: str, x: Any, moves: bool) -> Any:
+    def unfold(self, made: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([self._unfolded(*each) for each in zip(self.wrt or ("out", "lse"), made, strict=False)])
+
+    def _folded(self, name: str, x: Any, is_mapped: bool) -> Any:
         if name == "sink":
             return x
         if name in _OPTION_AXES:
-            shape, batch = (1,) * (_OPTION_AXES[name] - len(self.shapes[name])) + self.shapes[name], self.batch or 1
-            if not moves and shape[0] == 1 and name not in self.wrt and len(shape) > 1:
-                return x  # it serves all
-            x = x.reshape((self.size if moves else 1, *shape))
-            return jnp.broadcast_to(x, (self.size, batch, *shape[1:])).reshape(self.size * batch, *shape[1:])
-        x = x if moves else jnp.broadcast_to(x, (self.size, *x.shape))
-        axis = self.axis_of(name)
-        x = jnp.moveaxis(x, 0, axis)
+            shape = (1,) * (_OPTION_AXES[name] - len(self.shapes[name])) + self.shapes[name]
+            if not is_mapped and shape[0] == 1 and len(shape) > 1 and name not in self.wrt:
+                return x  # it serves the whole batch
+            x = x.reshape((self.size if is_mapped else 1, *shape))
+            x = jnp.broadcast_to(x, (self.size, self.batch or 1, *shape[1:]))
+            return x.reshape(x.shape[0] * x.shape[1], *shape[1:])
+        axis = self._axis_of(name)
+        x = jnp.moveaxis(x if is_mapped else jnp.broadcast_to(x, (self.size, *x.shape)), 0, axis)
         return x if self.batch is None else x.reshape(*x.shape[:axis], self.size * self.batch, *x.shape[axis + 2 :])
-
-    def unfold(self, made: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(self._unfolded(*each) for each in zip(self.wrt or ("out", "lse"), made, strict=False))
 
     def _unfolded(self, name: str, x: Any) -> Any:
         if name in _OPTION_AXES:
             shape = self.shapes[name]
             x = x.reshape(self.size, self.batch or 1, *x.shape[1:])
-            if len(shape) < _OPTION_AXES[name] or shape[0] == 1:
-                x = x.sum(1)
-            return x.reshape(self.size, *shape)
-        axis = self.axis_of(name)
-        if self.batch is not None:
-            x = x.reshape(*x.shape[:axis], self.size, self.batch, *x.shape[axis + 1 :])
+            return (x.sum(1) if len(shape) < _OPTION_AXES[name] or shape[0] == 1 else x).reshape(self.size, *shape)
+        axis = self._axis_of(name)
+        x = x if self.batch is None else x.reshape(*x.shape[:axis], self.size, self.batch, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
+
+    def _axis_of(self, name: str) -> int:
+        return 0 if name in ("lse", "dlse") else self.axis
+
+
+def _folding(
+    names: tuple[str, ...], xs: Sequence[Any], is_mapped: Sequence[bool], size: int, layout: str, wrt: tuple[str, ...]
+) -> _Folding | None:
+    """None where calls can only be made one after the other: keys that serve several queries would be copied, and a sink has no batch."""
+    which = dict(zip(names, is_mapped, strict=True))
+    if not (which["q"] and which["k"] and which["v"]) or which.get("sink") or "sink" in wrt:
+        return None
+    shapes = {name: x.shape[moves:] for name, x, moves in zip(names, xs, is_mapped, strict=True)}
+    axis = layout.index("b")
+    return _Folding(names, shapes, size, shapes["q"][axis] if len(shapes["q"]) == 4 else None, axis, wrt)
