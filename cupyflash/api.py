@@ -380,6 +380,7 @@ def attention_with_kvcache(
     -------
     out : (B, Sq, Hq, Dv) or (Tq, Hq, Dv), in q's library and dtype, stored in q's axis order where q is dense. Or, with return_lse,
     AttentionResult(out, lse, max_logits=None) : lse is (B, Hq, Sq) or (Hq, Tq), natural log; float32, float64 for float64 inputs.
+    Of JAX tracers and arrays in GPU memory what `cupyflash.jax.attention_with_kvcache` returns: with k_new the caches, too.
 
     A row that sees no key gives out 0 and lse -inf (with a sink: lse = sink). What lies in slots that no row sees, NaN included, never
     enters a result. Clamped are lengths past the slots there are, positions past rotary_cos and, where a sequence uses them, entries of

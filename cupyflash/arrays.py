@@ -384,7 +384,8 @@ def check_writable(name: str, array: Any, library: str, owner: Any) -> None:
     if owner is not array:
         raise ArgumentError(f"{name} is a {type(array).__name__}: results are written into arrays of CuPy, torch and NumPy only")
     if library == "jax":
-        raise ArgumentError(f"{name}= is a JAX array: JAX arrays cannot be written, use the returned one")
+        way_out = "cupyflash.jax.attention_with_kvcache returns new ones" if name.endswith("_cache") else "use the returned one"
+        raise ArgumentError(f"{name}= is a JAX array: JAX arrays cannot be written, {way_out}")
     if library == "numpy" and not owner.flags.writeable:
         raise ShapeError(f"{name} is read-only: pass an array that can be written")
     if library == "torch" and owner.requires_grad:

@@ -32,7 +32,8 @@ try:
 except ImportError as e:
     raise SetupError("cupyflash.jax needs JAX 0.6.1 or newer: pip install -U jax (for a GPU 'jax[cuda13]' or 'jax[cuda12]')") from e
 
-# Whether XLA may record calls into its CUDA graphs, whose replays run no Python. It counts when a call is traced.
+# Whether XLA may record calls into its CUDA graphs (command buffers), whose replays run no Python: a quarter of the time on the host, and
+# still experimental in XLA, hence off. What it is when a call is traced counts.
 command_buffers = False
 
 
@@ -456,7 +457,8 @@ def _operation(
 
     def compute(*xs: Any) -> tuple[Any, ...]:
         given = [(x.shape, x.dtype) for x in xs]
-        made = arrays.traced(call, given, _default_device()) + [given[n] for n in written]
+        made, *_ = [arrays.traced(call, given, device_id) for device_id in _devices(command_buffers)]
+        made += [given[n] for n in written]
         outputs = buffer_callback(
             _callback(call, given, made, written),
             [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in made],
@@ -522,12 +524,16 @@ def _address_on_gpu(buffer: Any) -> int:
     return address
 
 
-def _default_device() -> int:
-    """Where what is traced will most likely run. A callback on another kind of GPU may find too little workspace, which is an error."""
-    device = jax.config.jax_default_device or jax.local_devices()[0]
-    if isinstance(device, str):
-        device = jax.local_devices(backend=device)[0]
-    return HOST if device.platform == "cpu" else int(device.local_hardware_id)
+def _devices(command_buffers: bool) -> list[int]:
+    """Where what is traced will run: first the default device, though a callback may find itself on another one; with command buffers all
+    GPUs, since a kernel must be loaded before it is captured."""
+    default = jax.config.jax_default_device or jax.local_devices()[0]
+    if isinstance(default, str):
+        default = jax.local_devices(backend=default)[0]
+    if default.platform == "cpu":
+        return [HOST]
+    others = [device for device in jax.local_devices(backend=default.platform) if device != default] if command_buffers else []
+    return [int(device.local_hardware_id) for device in (default, *others)]
 
 
 # --- inside shard_map --------------------------------------------------------------------------------------------------------------

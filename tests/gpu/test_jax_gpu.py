@@ -205,7 +205,7 @@ def test_packed_sequences_and_their_gradients(rng: np.random.Generator, command_
 def test_decode_loop(rng: np.random.Generator, command_buffers: bool) -> None:
     steps, dtype = 6, "bfloat16"
     q, k, v = (np.asarray(jnp.asarray(rng.standard_normal((steps, 2, 1, heads, 64)), dtype)) for heads in (8, 2, 2))
-    caches = [np.asarray(jnp.asarray(rng.standard_normal((2, 300, 2, 64)), dtype)) for _ in range(2)]
+    caches = [np.array(jnp.array(rng.standard_normal((2, 300, 2, 64)), dtype)) for _ in range(2)]
     lengths = np.array([250, 17], np.int32)
 
     def step(carry: Any, new: Any) -> Any:
@@ -236,6 +236,20 @@ def test_donated_caches_are_written_in_place(rng: np.random.Generator) -> None:
     assert [x.unsafe_buffer_pointer() for x in caches] == before
     np.testing.assert_array_equal(caches[0][0, 4], k[0, 0])
     np.testing.assert_array_equal(caches[1][1, 299], v[1, 0])
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
+def test_caches_of_8_bits_in_pages(rng: np.random.Generator, cache_dtype: str) -> None:
+    q, k, v = (np.asarray(jnp.asarray(rng.standard_normal((2, 1, heads, 64)), "bfloat16")) for heads in (8, 2, 2))
+    pages = [np.array(jnp.asarray(rng.integers(-100, 100, (8, 16, 2, 64)), cache_dtype)) for _ in range(2)]
+    more: dict[str, Any] = {"page_table": np.array([[3, 1, 7], [0, 2, 5]], np.int32), "cache_seqlens": np.array([40, 16], np.int32)}
+    more |= {"k_descale": 0.02, "v_descale": np.array([0.01, 0.03], np.float32), "k_new": k, "v_new": v}
+    there = placed(more)
+    out, *got = jax.jit(lambda q, *pages: subject.attention_with_kvcache(q, *pages, **there))(q, *pages)
+    expected = cupyflash.attention_with_kvcache(q, *pages, **more)
+    np.testing.assert_allclose(np.float32(out), np.float32(expected), rtol=2e-2, atol=2e-2)
+    for x, want in zip(got, pages, strict=True):
+        assert np.asarray(x).tobytes() == want.tobytes()
 
 
 def test_calls_are_in_the_order_of_xla(rng: np.random.Generator, command_buffers: bool) -> None:
