@@ -157,6 +157,8 @@ def _choose_reader(array: Any, name: str) -> Reader:
         return _read_jax
     if isinstance(array, np.ndarray):
         return _exactly(kind, np.ndarray, name, _read_numpy)
+    if kind is XlaArray:
+        return _read_xla
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _read_dlpack
     if hasattr(array, "__cuda_array_interface__"):
@@ -720,7 +722,8 @@ class XlaArray:
         return np.asarray(self.buffer)
 
 
-READERS[XlaArray] = lambda array, name: (array.ptr, array.kind, array)
+def _read_xla(array: Any, name: str) -> Array:
+    return array.ptr, array.kind, array
 
 
 class _Traced(Exception):  # noqa: N818  # no error: how a traced call ends in host memory, before it reads any

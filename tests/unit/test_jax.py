@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ jax = pytest.importorskip("jax", reason="JAX is not installed; pip install jax")
 
 import jax.numpy as jnp  # noqa: E402
 from judge import judge, standard_attention, standard_gradients  # noqa: E402
+from test_launch import gpu  # noqa: E402, F401  # a fixture
 
 import cupyflash  # noqa: E402
 import cupyflash.jax as subject  # noqa: E402
 from cupyflash import ArgumentError, DtypeError, ShapeError, UnsupportedError, api, reference  # noqa: E402
+from cupyflash.device import KNOWN  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 F32 = np.float32
@@ -647,6 +650,73 @@ def test_command_buffers_are_asked_for_by_the_setting(rng: np.random.Generator, 
         monkeypatch.setattr(subject, "command_buffers", setting)
         call(given)
     assert seen == [False, True]
+
+
+class Buffer:
+    """Of XLA, on the device 0 of `test_launch.Gpu`."""
+
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False)}
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+SHAPE, HALF = (2, 300, 4, 64), np.dtype(np.float16)
+ON_A_GPU: list[tuple[Any, tuple[str, ...], dict[str, Any], int]] = [
+    (api.attention, ("q", "k", "v"), {"return_lse": True}, 2),
+    (subject.backward.attention_backward, ("dout", "q", "k", "v", "out", "lse"), {"wrt": ("q", "k", "v")}, 3),
+    (api.attention_with_kvcache, ("q", "k_cache", "v_cache", "cache_seqlens", "k_new", "v_new"), {}, 1),
+]
+
+
+@pytest.mark.parametrize(("function", "names", "given", "results"), ON_A_GPU, ids=[f.__name__ for f, *_ in ON_A_GPU])
+def test_on_a_gpu_kernels_run_on_the_stream_of_xla_and_write_its_outputs(
+    gpu: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    function: Any,
+    names: tuple[str, ...],
+    given: dict[str, Any],
+    results: int,
+) -> None:
+    backward = subject.backward
+    monkeypatch.setattr(backward, "query", lambda device_id: KNOWN["90a"])
+    monkeypatch.setattr(backward, "_prepare", subject.arrays.cached_by_kinds(backward._prepare.__wrapped__))
+    shapes: dict[str, Any] = {"lse": ((2, 4, 300), np.dtype(F32)), "cache_seqlens": ((2,), np.dtype(np.int32))}
+    kinds = [shapes.get(name, (SHAPE, HALF)) for name in names]
+    first = 6 if "dout" in names else 3
+
+    def call(xs: list[Any]) -> None:
+        function(*xs[:first], **dict(zip(names[first:], xs[first:], strict=True)), **given)
+
+    made = subject.arrays.traced(call, kinds, 0)
+    assert len(made) > results or function is api.attention  # workspaces, too
+    others = [SHAPE] * 2 if "dout" in names else [(2, 4, 300)] * (results - 1)
+    assert [shape for shape, _ in made[:results]] == [SHAPE, *others]
+    assert not gpu.launches
+    monkeypatch.setattr(subject.arrays.sys.modules["cupy"].cuda, "alloc", lambda *_: pytest.fail("memory that is not XLA's"))
+    monkeypatch.setattr("cupyflash.jit._load", lambda *_: pytest.fail("a kernel that was not loaded"))
+    inputs = [Buffer((n + 1) << 28) for n in range(len(names))]
+    outputs = [Buffer((n + 1) << 36) for n in range(len(made))]
+    subject._callback(call, kinds, made, ())(types.SimpleNamespace(stream=55), outputs, *inputs)
+    assert gpu.launches
+    assert {launch.stream for launch in gpu.launches} == {55}
+    packed = gpu.launches[-1].packed
+    addresses = dict(zip(names, inputs, strict=True))
+    for name in ("q", "k", "v"):
+        cached = {"k": "k_cache", "v": "v_cache"}.get(name, name) if "k_cache" in names else name
+        assert packed[name] == addresses[cached].__cuda_array_interface__["data"][0]
+    if "dout" not in names:
+        assert packed["out"] == 1 << 36
+    assert (packed["lse"] == 2 << 36) == ("return_lse" in given)
+
+
+def test_a_callback_on_another_kind_of_gpu_says_so(gpu: Any) -> None:  # noqa: F811
+    kinds = [(SHAPE, HALF)] * 3
+    callback = subject._callback(lambda xs: api.attention(*xs), kinds, [((2, 300, 4, 32), HALF)], ())
+    with pytest.raises(cupyflash.StateError, match="the call was traced for another kind of GPU than it runs on"):
+        callback(types.SimpleNamespace(stream=55), [Buffer(1 << 36)], *[Buffer(1 << 28)] * 3)
+    assert not gpu.launches
 
 
 TWO_DEVICES = """
