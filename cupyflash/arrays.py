@@ -632,7 +632,7 @@ _captured: list[Any] = []
 
 def keep_if_captured(workspaces: Any, like: ArrayView) -> None:
     """Hold the workspaces of a call until the process ends, if the call is recorded into a CUDA graph whose replays write there again."""
-    if like.library == "cupy" and is_capturing(like):
+    if like.library not in ("torch", "xla") and is_capturing(like):
         _captured.append(workspaces)
 
 

@@ -571,6 +571,17 @@ def test_errors_are_ours_and_come_when_the_call_is_traced(error: type[Exception]
     assert "\n" not in str(caught.value)
 
 
+def test_errors_under_vmap_speak_of_the_shapes_of_one_call(rng: np.random.Generator) -> None:
+    given = placed(inputs(rng, batch=(3, 2)))
+    for error, message, more in (
+        (ShapeError, r"bias has shape \(5, 1, 1, 13\)", {"bias": jnp.ones((5, 1, 1, 13))}),
+        (ArgumentError, "layout='hdsb' is unknown", {"layout": "hdsb"}),
+        (ShapeError, r"alibi_slopes has shape \(7,\)", {"alibi_slopes": jnp.ones(7)}),
+    ):
+        with pytest.raises(error, match=message):
+            jax.vmap(lambda x, more=more: call(x | more))(given)
+
+
 def test_deterministic_must_be_a_bool(rng: np.random.Generator) -> None:
     given = placed(inputs(rng))
     with pytest.raises(ArgumentError, match="deterministic='yes' must be True or False"):
