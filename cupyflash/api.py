@@ -12,7 +12,7 @@ from cupyflash import arrays, cache, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView, Kind
 from cupyflash.device import HOST_SPEC, current, named, query
 from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, ShapeError, UnsupportedError
-from cupyflash.keywords import foreign_keyword, names_foreign_keywords, refuse_unpacked
+from cupyflash.keywords import entry, foreign_keyword, refuse_unpacked
 from cupyflash.problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -55,7 +55,7 @@ class Support(NamedTuple):
         return self.ok
 
 
-@names_foreign_keywords
+@entry
 def attention(
     q: Any,
     k: Any,
@@ -143,15 +143,26 @@ def attention(
     """
     if unknown:
         raise foreign_keyword(attention, unknown)
-    if out is bias is mask is alibi_slopes is sink is seqused_q is seqused_k is stream is None:  # most calls, and 1.5 us less of their time
-        reader = arrays.READERS
-        q_, k_, v_, rest = reader[type(q)](q, "q"), reader[type(k)](k, "k"), reader[type(v)](v, "v"), []
-        kinds: tuple[Any, ...] = q_[1], k_[1], v_[1]
-    else:
-        every = zip(_DENSE_NAMES, (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k), strict=True)
-        given: Any = [None if x is None and name not in _NAMES[:3] else arrays.read(x, name, stream) for name, x in every]
-        q_, k_, v_, *rest = given
-        kinds = tuple([array and array[1] for array in given])
+    elsewhere = None
+    try:
+        if (
+            out is bias is mask is alibi_slopes is sink is seqused_q is seqused_k is stream is None
+        ):  # most calls, and 1.5 us less of their time
+            reader = arrays.READERS
+            q_, k_, v_, rest = reader[type(q)](q, "q"), reader[type(k)](k, "k"), reader[type(v)](v, "v"), []
+            kinds: tuple[Any, ...] = q_[1], k_[1], v_[1]
+        else:
+            every = zip(_DENSE_NAMES, (q, k, v, out, bias, mask, alibi_slopes, sink, seqused_q, seqused_k), strict=True)
+            given: Any = [None if x is None and name not in _NAMES[:3] else arrays.read(x, name, stream) for name, x in every]
+            q_, k_, v_, *rest = given
+            kinds = tuple([array and array[1] for array in given])
+    except arrays.Elsewhere as e:
+        elsewhere = e
+    if elsewhere is not None:
+        options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
+        options |= {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q, "seqused_k": seqused_k}
+        options |= {"layout": layout, "out": out, "out_dtype": out_dtype, "return_lse": return_lse, "stream": stream}
+        return elsewhere.land(attention, (q, k, v), {name: option for name, option in options.items() if option is not None})
     if isinstance(window_size, list):
         window_size = tuple(window_size)
     if out_dtype is not None:
@@ -172,7 +183,7 @@ def attention(
         return call.compute(q_, k_, v_, rest, out)
 
 
-@names_foreign_keywords
+@entry
 def attention_varlen(
     q: Any,
     k: Any,
@@ -286,7 +297,7 @@ def attention_varlen(
         return call.compute(q_, k_, v_, rest, out)
 
 
-@names_foreign_keywords
+@entry
 def attention_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -369,6 +380,7 @@ def attention_with_kvcache(
     -------
     out : (B, Sq, Hq, Dv) or (Tq, Hq, Dv), in q's library and dtype, stored in q's axis order where q is dense. Or, with return_lse,
     AttentionResult(out, lse, max_logits=None) : lse is (B, Hq, Sq) or (Hq, Tq), natural log; float32, float64 for float64 inputs.
+    Of JAX tracers and arrays in GPU memory what `cupyflash.jax.attention_with_kvcache` returns: with k_new the caches, too.
 
     A row that sees no key gives out 0 and lse -inf (with a sink: lse = sink). What lies in slots that no row sees, NaN included, never
     enters a result. Clamped are lengths past the slots there are, positions past rotary_cos and, where a sequence uses them, entries of
@@ -546,7 +558,7 @@ def _on_host(problem: AttentionProblem, operands: Operands, like: ArrayView, out
     return compute
 
 
-@names_foreign_keywords
+@entry
 def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None, lse_out: Any = None) -> tuple[Any, Any]:
     """Attention over the union of disjoint sets of keys, from the attention over each set.
 
@@ -664,7 +676,7 @@ def _merge_on_host(problem: MergeProblem, operands: MergeOperands) -> Merge:
     return merge
 
 
-@names_foreign_keywords
+@entry
 def supports(
     *,
     head_dim: int,
@@ -829,7 +841,7 @@ class Report(NamedTuple):
     path: str | None
 
 
-@names_foreign_keywords
+@entry
 def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str | None = None) -> list[Report]:
     """Compile ahead what calls of `attention`, `attention_varlen` and `attention_backward` will need: for the current GPU, or for another
     one without any.

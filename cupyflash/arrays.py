@@ -14,6 +14,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import importlib
 import math
 import os
 import sys
@@ -47,6 +48,22 @@ Kind = tuple[str, int, tuple[int, ...], Any, Any, int]
 Array = tuple[int, Kind, Any]  # as it is read: address, kind, owner
 
 
+class Elsewhere(Exception):  # noqa: N818  # no error: it takes a call to where it is computed
+    """An array that its framework has to see used: one that requires grad, is traced, or lives on the framework's own stream. Raised by its
+    reader, this brings the call to the framework's module (see `keywords.entry`)."""
+
+    def __init__(self, framework: str, name: str, what: str, way_out: str) -> None:
+        super().__init__(f"{name} {what}")
+        self.framework, self.way_out = framework, way_out
+
+    def land(self, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """The result of the function of that name in the module of the framework."""
+        there = getattr(importlib.import_module(f"cupyflash.{self.framework}"), function.__name__, None)
+        if there is None:
+            raise UnsupportedError(f"{self}, and {function.__name__} has no form for that", (self.way_out,))
+        return there(*args, **options)
+
+
 def read(array: Any, name: str, stream: Any = None) -> Array:
     """Any supported library's array; nothing is copied. `name` is the argument's, for the message; a DLPack producer is told `stream`, or
     else CuPy's current one, as the one that reads."""
@@ -66,6 +83,8 @@ def describe(kind: Kind, name: str) -> ArrayView:
         strides = strides_of(shape, None) if strides is True else strides
         return ArrayView(ptr, shape, strides, _torch_name(dtype), device_id, library, None)
     size = dtype.itemsize
+    if library == "xla":
+        return ArrayView(ptr, shape, strides_of(shape, None), _name_of(dtype), device_id, library, None)
     if size == 0 or any(s % size for s in strides):
         raise ShapeError(f"{name} has strides of {strides} bytes for elements of {size}: pass {name}.copy()")
     return ArrayView(ptr, shape, tuple([s // size for s in strides]), _name_of(dtype), device_id, library, None)
@@ -95,7 +114,7 @@ def cached_by_kinds(prepare: Callable[..., Prepared]) -> functools._lru_cache_wr
     return cached
 
 
-def prepared(prepare: functools._lru_cache_wrapper[Prepared], kinds: tuple[Kind | None, ...], *options: Any) -> Prepared:
+def prepared(prepare: functools._lru_cache_wrapper[Prepared], kinds: tuple[Any, ...], *options: Any) -> Prepared:
     """`prepare(kinds, *options)`, also where an option cannot be hashed: then it is a wrong one, and its check names it."""
     try:
         return prepare(kinds, *options)
@@ -138,6 +157,8 @@ def _choose_reader(array: Any, name: str) -> Reader:
         return _read_jax
     if isinstance(array, np.ndarray):
         return _exactly(kind, np.ndarray, name, _read_numpy)
+    if kind is XlaArray:
+        return _read_xla
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _read_dlpack
     if hasattr(array, "__cuda_array_interface__"):
@@ -180,10 +201,7 @@ def _check_torch(tensor: Any, name: str) -> None:
     if tensor.is_neg():  # conjugated ones are complex, which no argument may be
         raise ArgumentError(f"{name} is a lazily negated view: pass {name}.resolve_neg()")
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
-        raise UnsupportedError(
-            f"{name} requires grad, and gradients through torch are not built yet: a result without them would lose them silently",
-            (f"pass {name}.detach(), or call inside torch.no_grad(); cupyflash.attention_vjp gives gradients",),
-        )
+        raise Elsewhere("torch", name, "requires grad", f"pass {name}.detach(), or call inside torch.no_grad()")
     if not (tensor.is_cuda or tensor.is_cpu):
         raise DeviceError(f"{name} is on the torch device {str(tensor.device)!r}: it must be on 'cpu' or 'cuda'")
 
@@ -199,20 +217,15 @@ def _read_jax(array: Any, name: str) -> Array:
         raise ArgumentError(f"{name} is sharded over {len(devices)} devices: call cupyflash on each shard, inside jax.shard_map")
     platform = next(iter(devices)).platform
     if platform != "cpu":
-        raise UnsupportedError(
-            f"{name} is a JAX array on {platform!r}: its memory may be reused while a kernel on another stream still reads it, and the "
-            "call that runs on JAX's own stream is not built yet",
-            ("numpy.asarray, cupy.from_dlpack or jax.device_put to a CPU device give arrays that work",),
-        )
+        # Its memory may be reused while a kernel on another stream still reads it, so the call has to run on JAX's own.
+        way_out = f"numpy.asarray({name}) or cupy.from_dlpack({name}) gives an array that works"
+        raise Elsewhere("jax", name, f"is a JAX array on {platform!r}", way_out)
     ptr, kind, _ = _read_numpy(np.asarray(array), name)  # no copy; waits until the value is there
     return ptr, ("jax", *kind[1:]), array
 
 
 def _refuse_tracer(tracer: Any, name: str) -> Array:
-    raise UnsupportedError(
-        f"{name} is a JAX tracer: calls inside jax.jit, grad and vmap are not built yet",
-        ("call cupyflash outside of the traced function, on concrete arrays",),
-    )
+    raise Elsewhere("jax", name, "is a JAX tracer", "call it outside of the traced function, on concrete arrays")
 
 
 class _Capsule:
@@ -373,7 +386,8 @@ def check_writable(name: str, array: Any, library: str, owner: Any) -> None:
     if owner is not array:
         raise ArgumentError(f"{name} is a {type(array).__name__}: results are written into arrays of CuPy, torch and NumPy only")
     if library == "jax":
-        raise ArgumentError(f"{name}= is a JAX array: JAX arrays cannot be written, use the returned one")
+        way_out = "cupyflash.jax.attention_with_kvcache returns new ones" if name.endswith("_cache") else "use the returned one"
+        raise ArgumentError(f"{name}= is a JAX array: JAX arrays cannot be written, {way_out}")
     if library == "numpy" and not owner.flags.writeable:
         raise ShapeError(f"{name} is read-only: pass an array that can be written")
     if library == "torch" and owner.requires_grad:
@@ -440,7 +454,7 @@ def _itemsize(dtype: str) -> int:
 
 def fresh(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None) -> ArrayView:
     """What a dense result in `like`'s library and place will be; `order` lists the axes from the slowest in memory to the fastest."""
-    if like.library == "jax":  # its arrays cannot be written: the result is computed in compact NumPy memory, and JAX's in give_back
+    if like.library in ("jax", "xla"):  # their results are compact; of arrays of JAX in NumPy memory, and JAX's in give_back
         _check_jax_dtype(dtype)
         order = None
     return ArrayView(0, shape, strides_of(shape, order), dtype, like.device_id, like.library, None)
@@ -451,7 +465,8 @@ Allocator = Callable[[Any], tuple[int, Any]]  # an array of the caller -> a new 
 
 def allocator(made: ArrayView, like: ArrayView) -> Allocator:
     """What makes uninitialised arrays as `made`, with the allocator of the library of an array as `like`; a GPU must be the current one."""
-    return {"torch": _torch_allocator, "cupy": _cupy_allocator}.get(made.library, _numpy_allocator)(made, like)
+    makers = {"torch": _torch_allocator, "cupy": _cupy_allocator, "xla": _xla_allocator}
+    return makers.get(made.library, _numpy_allocator)(made, like)
 
 
 def empty(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None) -> ArrayView:
@@ -492,6 +507,11 @@ def _cupy_allocator(made: ArrayView, like: ArrayView) -> Allocator:
         return memory.ptr, ndarray(shape, dtype, memory, strides)  # cupy.empty takes 0.3 us more, and has no strides
 
     return allocate
+
+
+def _xla_allocator(made: ArrayView, like: ArrayView) -> Allocator:
+    shape, dtype = made.shape, _numpy_dtype(made.dtype)
+    return lambda _: _xla.take(shape, dtype)
 
 
 def _numpy_allocator(made: ArrayView, like: ArrayView) -> Allocator:
@@ -588,6 +608,8 @@ def stream_reader(like: ArrayView) -> Callable[[], int]:
         if raw := getattr(torch._C, "_cuda_getCurrentRawStream", None):  # 0.1 us; torch.cuda.current_stream() 3.3
             return functools.partial(raw, device_id)
         return lambda: int(torch.cuda.current_stream(device_id).cuda_stream)
+    if like.library == "xla":
+        return lambda: _xla.stream
     get_current_stream = sys.modules["cupy"].cuda.get_current_stream
     return lambda: int(get_current_stream(device_id).ptr)
 
@@ -604,13 +626,13 @@ def is_capturing(like: ArrayView) -> bool:
 
 
 # Workspaces of captured calls, for good: CuPy's pool would give their memory away while replays still write there. (PyTorch's graphs have
-# pools of their own.)
+# pools of their own, and those of XLA's are memory of XLA.)
 _captured: list[Any] = []
 
 
 def keep_if_captured(workspaces: Any, like: ArrayView) -> None:
     """Hold the workspaces of a call until the process ends, if the call is recorded into a CUDA graph whose replays write there again."""
-    if like.library != "torch" and is_capturing(like):
+    if like.library not in ("torch", "xla") and is_capturing(like):
         _captured.append(workspaces)
 
 
@@ -681,3 +703,67 @@ def _hold(event: Any, owners: list[Any]) -> None:
         _held.append((event, owners))
         while _held and _held[0][0].done:
             done.append(_held.popleft())
+
+
+# --- inside XLA --------------------------------------------------------------------------------------------------------------------------
+
+
+class XlaArray:
+    """Memory that XLA lends to a callback, dense in C order; or, without a buffer, such an array of a call that is only traced."""
+
+    __slots__ = ("buffer", "kind", "ptr")
+
+    def __init__(self, buffer: Any, ptr: int, shape: tuple[int, ...], dtype: Any, device_id: int) -> None:
+        self.buffer, self.ptr, self.kind = buffer, ptr, ("xla", ptr % 16, shape, True, dtype, device_id)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        if self.buffer is None:
+            raise _Traced
+        return np.asarray(self.buffer)
+
+
+def _read_xla(array: Any, name: str) -> Array:
+    return array.ptr, array.kind, array
+
+
+class _Traced(Exception):  # noqa: N818  # no error: how a traced call ends in host memory, before it reads any
+    pass
+
+
+class _Xla(threading.local):
+    """What the calls of a thread find inside a callback: the stream, and what takes the next of XLA's outputs for an array to be made."""
+
+    stream: int
+    take: Callable[[tuple[int, ...], Any], tuple[int, XlaArray]]
+
+
+_xla = _Xla()
+
+
+def traced(call: Callable[[list[XlaArray]], Any], given: Sequence[tuple[tuple[int, ...], Any]], device_id: int) -> list[Any]:
+    """The (shape, dtype) of all arrays that a call makes, results and workspaces, in its order. The call is checked, planned and, for a
+    GPU, compiled, but it ends where memory would be read; `given` has the (shape, dtype) of its arrays."""
+    made: list[Any] = []
+
+    def take(shape: tuple[int, ...], dtype: Any) -> tuple[int, XlaArray]:
+        made.append((shape, dtype))
+        return 0, XlaArray(None, 0, shape, dtype, device_id)
+
+    _xla.stream, _xla.take = -1, take
+    with contextlib.suppress(_Traced):
+        call([XlaArray(None, n << 44, shape, dtype, device_id) for n, (shape, dtype) in enumerate(given, 1)])  # apart from each other
+    return made
+
+
+def in_xla(call: Callable[[list[XlaArray]], Any], given: list[XlaArray], outputs: list[XlaArray], stream: int) -> None:
+    """Make a call on XLA's stream, where the arrays that it makes are XLA's outputs."""
+    left = iter(outputs)
+
+    def take(shape: tuple[int, ...], dtype: Any) -> tuple[int, XlaArray]:
+        array = next(left, None)
+        if array is None or array.kind[2] != shape:
+            raise StateError("the call was traced for another kind of GPU than it runs on: trace it again, with jax.default_device set")
+        return array.ptr, array
+
+    _xla.stream, _xla.take = stream, take
+    call(given)

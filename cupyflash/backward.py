@@ -10,7 +10,7 @@ from cupyflash.api import attention, attention_varlen
 from cupyflash.arrays import HOST, Allocator, ArrayView
 from cupyflash.device import HOST_SPEC, query
 from cupyflash.errors import ArgumentError, UnsupportedError
-from cupyflash.keywords import names_foreign_keywords, refuse_unpacked
+from cupyflash.keywords import entry, refuse_unpacked
 from cupyflash.launch import Queue
 from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
 
@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
     dsink: Any = None
 
 
-@names_foreign_keywords
+@entry
 def attention_backward(
     dout: Any,
     q: Any,

@@ -14,7 +14,7 @@ from cupyflash import arrays, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView
 from cupyflash.device import HOST_SPEC, named, query
 from cupyflash.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from cupyflash.keywords import names_foreign_keywords
+from cupyflash.keywords import entry
 from cupyflash.problem import ITEMSIZE, CacheOperands, CacheProblem, Operands, cached, to_bshd
 
 
@@ -46,7 +46,7 @@ class DecodePlan(NamedTuple):
             raise DeviceError(f"cache_seqlens is {arrays.place(lengths)} and the plan was made for device={self.device!r}")
 
 
-@names_foreign_keywords
+@entry
 def plan_decode(
     *,
     batch: int,

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from cupyflash.arrays import Elsewhere
 from cupyflash.errors import ArgumentError
 
 P = ParamSpec("P")
@@ -81,6 +82,12 @@ _CACHE = {
 _NO_GRID = "packed sequences have no common Sq x Sk for it; pad them for `cupyflash.attention`"
 _NO_ORDER = "packed arrays are (T, H, D); their strides are free, so a view with the axes in that order is read in place"
 
+# What the functions of cupyflash.jax do not take.
+_XLA = {
+    "out": "JAX arrays cannot be written: use the returned one",
+    "stream": "calls run on the stream that XLA gives them",
+}
+
 # What has no meaning there.
 _NOT_PACKED = {
     **dict.fromkeys(("mask", "attn_mask", "attention_mask", "custom_mask"), f"{_NO_GRID} (mask_mod is not built yet)"),
@@ -98,11 +105,12 @@ def refuse_unpacked(**options: Any) -> None:
             raise ArgumentError(f"{name}= was given for packed sequences: {_NOT_PACKED[name]}")
 
 
-def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse unknown keywords with the name that the option has here; the signature stays the function's own.
+def entry(function: Callable[P, R]) -> Callable[P, R]:
+    """How calls come in: unknown keywords are refused with the name that the option has here, and a call with arrays that a framework has
+    to see used is that framework's module's. The signature stays the function's own.
 
-    That takes a wrapper, and 0.2 us of each call. A function for which this is much takes `**unknown: NoReturn`, raises `foreign_keyword`
-    itself, and is given back as it is, without that parameter in its signature.
+    That takes a wrapper, and 0.2 us of each call. A function for which this is much takes `**unknown: NoReturn`, does both itself
+    (`foreign_keyword`, `Elsewhere.land`), and is given back as it is, without that parameter in its signature.
     """
     if function.__code__.co_flags & inspect.CO_VARKEYWORDS:
         signature = inspect.signature(function)
@@ -114,10 +122,13 @@ def names_foreign_keywords(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
+        except Elsewhere as e:
+            elsewhere = e
         except TypeError:
             if inspect.signature(function).parameters.keys() >= kwargs.keys():  # found here alone: 0.3 ms of an import each
                 raise
-        raise foreign_keyword(function, kwargs)
+            raise foreign_keyword(function, kwargs) from None
+        return elsewhere.land(function, args, kwargs)  # type: ignore[no-any-return]
 
     return checked
 
@@ -132,5 +143,6 @@ def foreign_keyword(function: Callable[..., Any], keywords: Mapping[str, Any]) -
     close = difflib.get_close_matches(unknown, known, n=1)
     meanings = FOREIGN | (_OFFSETS if "cu_seqlens_q" in known else {}) | (_PAGES if "page_table" in known else {})
     meanings |= _NOT_PACKED if function.__name__ == "attention_varlen" else _CACHE if "cache_seqlens" in known else {}
+    meanings |= _XLA if function.__module__ == "cupyflash.jax" else {}
     hint = meanings.get(unknown) or (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}")
     return ArgumentError(f"{function.__name__}() has no argument {unknown!r}; {hint}")

@@ -61,7 +61,11 @@ def launcher(plan: Plan, packing: Packing, spec: DeviceSpec, device_id: int, cur
         return kernels
 
     def queue(addresses: tuple[int, ...], more: bytes = b"") -> None:
-        stream, (address, _memory) = current_stream(), _parameters(packing, addresses, more)
+        stream = current_stream()
+        if stream < 0:  # the call is only traced: what it will need is loaded now, since it may then be captured
+            load(0)
+            return
+        address, _memory = _parameters(packing, addresses, more)
         loaded = kernels or load(stream)
         try:
             for kernel, x, y, z, threads, smem_bytes, name in loaded:  # noqa: B007

@@ -10,10 +10,10 @@ import numpy as np
 
 from cupyflash import arrays
 from cupyflash.errors import ArgumentError, DtypeError, ShapeError
-from cupyflash.keywords import names_foreign_keywords
+from cupyflash.keywords import entry
 
 
-@names_foreign_keywords
+@entry
 def pack(sequences: Sequence[Any], /) -> tuple[Any, Any]:
     """Put arrays of any lengths one behind the other, as `attention_varlen` takes them.
 
@@ -56,7 +56,7 @@ def pack(sequences: Sequence[Any], /) -> tuple[Any, Any]:
     return arrays.concatenate([*views.values()]), arrays.vector(np.array(offsets, np.int32), like, "cu_seqlens")
 
 
-@names_foreign_keywords
+@entry
 def unpack(packed: Any, cu_seqlens: Any, /) -> list[Any]:
     """The sequences of a packed array, as views of it; of a JAX array, which has no views, as copies.
 

@@ -36,7 +36,7 @@ ALLOWED = {
     "host_cache": {"host", "problem"},  # host computes what it has gathered
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
     "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
-    "keywords": set(),
+    "keywords": {"arrays"},  # what takes a call to a framework
     # device: its type; environment: how to get CuPy; params: where in the struct an address lies
     "launch": {"jit", "tensormap", "plan", "device", "environment", "params"},
     "packing": {"arrays", "keywords"},
@@ -47,7 +47,8 @@ ALLOWED = {
     "tensormap": set(),
     "variants": set(),
     "torch": {"api"},
-    "jax": {"api"},
+    # problem: names of what has a gradient; arrays: those of a callback
+    "jax": {"api", "arrays", "backward", "keywords", "problem"},
     "transformers": {"api"},
     "flash_attn": {"api"},
 }
