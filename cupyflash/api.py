@@ -143,6 +143,7 @@ def attention(
     """
     if unknown:
         raise foreign_keyword(attention, unknown)
+    elsewhere = None
     try:
         if (
             out is bias is mask is alibi_slopes is sink is seqused_q is seqused_k is stream is None
