@@ -9,21 +9,21 @@ Arguments are those of flash_attn 2.8 in its order (FlashAttention-2: Dao, arXiv
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from cupyflash._version import __version__ as _own_version
-from cupyflash.api import attention, attention_varlen, attention_with_kvcache
 from cupyflash.errors import ArgumentError, SetupError, ShapeError, StateError, UnsupportedError
 
 try:
     import torch
 except ImportError as e:
     raise SetupError("cupyflash.flash_attn needs PyTorch: pip install torch") from e
+from cupyflash.torch import attention, attention_varlen, attention_with_kvcache
 
 __version__ = f"2.8.3+cupyflash.{_own_version}"  # the release whose arguments these are, for code that compares versions
 bert_padding = flash_attn_interface = sys.modules[__name__]  # submodules of the package: their functions are here
 
+Tensor = Any  # torch.Tensor
 Window = tuple[int, int]
 
 
@@ -66,7 +66,7 @@ _WAYS_OUT = {
 }
 
 
-def _refuse(others: Mapping[str, Any], **named: Any) -> None:
+def _refuse(others: dict[str, Any], **named: Any) -> None:
     """An error for the first argument that is unknown, or neither None nor 0 (False, of a number of splits 1)."""
     for name, value in (named | others).items():
         if name not in _WAYS_OUT:
@@ -89,7 +89,7 @@ def _options(softmax_scale: float | None, causal: bool, window_size: Window, sof
     }
 
 
-def _unpacked(packed: torch.Tensor, name: str, parts: int, ndim: int) -> tuple[torch.Tensor, ...]:
+def _unpacked(packed: Tensor, name: str, parts: int, ndim: int) -> Any:
     """The `parts` tensors that lie side by side on the third axis from behind; their gradient is one tensor again."""
     if packed.dim() != ndim or packed.shape[-3] != parts:
         wanted = "(B, S" if ndim == 5 else "(T"
@@ -101,19 +101,19 @@ def _unpacked(packed: torch.Tensor, name: str, parts: int, ndim: int) -> tuple[t
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> Any:
     """Attention with gradients, softmax(scale * q k^T) v: `cupyflash.attention` under the name and with the arguments of flash_attn.
@@ -128,7 +128,8 @@ def flash_attn_func(
     window_size : (left, right), inclusive distances from that diagonal; -1 is unlimited.
     softcap : above 0, scores are bounded by ``softcap * tanh(s / softcap)``.
     alibi_slopes : (Hq,) or (B, Hq), float32.
-    deterministic : gradients have the same bits in each run; the result always has.
+    deterministic : gradients have the same bits in each run, as the result always has; False leaves it to
+        torch.use_deterministic_algorithms.
     return_attn_probs : also return the LSE.
     s_aux : (Hq,), float32 or q's dtype: a sink, one more key with this score and no value.
     others : the arguments that FlashAttention-3 adds, as by default: qv, q_descale, k_descale, v_descale, attention_chunk, num_splits,
@@ -152,11 +153,12 @@ def flash_attn_func(
     """
     _refuse(others, dropout_p=dropout_p)
     options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options["deterministic"] = deterministic or None
     result = attention(q, k, v, alibi_slopes=alibi_slopes, sink=s_aux, **options)
     return (result.out, result.lse, None) if return_attn_probs else result
 
 
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """`flash_attn_func` of k and v in one tensor (B, Sk, 2, Hkv, D), which is read in place and has one gradient.
 
     Examples
@@ -168,7 +170,7 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **op
     return flash_attn_func(q, *_unpacked(kv, "kv", 2, 5), *args, **options)
 
 
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, num_heads_q: int | None = None, **options: Any) -> Any:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, num_heads_q: int | None = None, **options: Any) -> Any:
     """`flash_attn_func` of q, k and v in one tensor, which is read in place and has one gradient.
 
     qkv is (B, S, 3, H, D) or, with num_heads_q as in FlashAttention-3, (B, S, num_heads_q + 2 Hkv, D).
@@ -188,11 +190,11 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, num_heads_q: int | 
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -200,14 +202,14 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
+    block_table: Tensor | None = None,
     *,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> Any:
     """Attention with gradients of sequences packed behind one another: `cupyflash.attention_varlen` as flash_attn calls it.
@@ -241,13 +243,18 @@ def flash_attn_varlen_func(
     """
     _refuse(others, dropout_p=dropout_p)
     options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
-    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "page_table": block_table}
+    options |= {
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "page_table": block_table,
+        "deterministic": deterministic or None,
+    }
     options |= {"alibi_slopes": alibi_slopes, "sink": s_aux, "seqused_q": seqused_q, "seqused_k": seqused_k}
     result = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     return (result.out, result.lse, None) if return_attn_probs else result
 
 
-def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """`flash_attn_varlen_func` of k and v in one tensor (Tk, 2, Hkv, D), which is read in place and has one gradient.
 
     Examples
@@ -261,7 +268,7 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: An
     return flash_attn_varlen_func(q, *_unpacked(kv, "kv", 2, 4), *args, **options)
 
 
-def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args: Any, **options: Any) -> Any:
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any) -> Any:
     """`flash_attn_varlen_func` of q, k and v in one tensor (T, 3, H, D), which is read in place and has one gradient.
 
     Examples
@@ -276,34 +283,34 @@ def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
-    page_table: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    rotary_seqlens: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> Any:
     """Attention over a cache, to which new tokens are appended first, in place: `cupyflash.attention_with_kvcache` as flash_attn calls it.
@@ -365,7 +372,7 @@ def flash_attn_with_kvcache(
     return (result.out, result.lse) if return_softmax_lse else result
 
 
-def _check_rotary(q: torch.Tensor, k: torch.Tensor | None, masked: bool, packed: bool) -> None:
+def _check_rotary(q: Tensor, k: Tensor | None, masked: bool, packed: bool) -> None:
     """flash_attn turns queries and new keys both from cache_seqlens on and, where nothing is masked, all queries as if at one position."""
     if k is None:
         raise ArgumentError("rotary_cos= was given without k=: flash_attn rotates only with new tokens")
@@ -383,19 +390,19 @@ def _check_rotary(q: torch.Tensor, k: torch.Tensor | None, masked: bool, packed:
 # --- padding ---------------------------------------------------------------------------------------------------------------------------
 
 
-def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """The rows of x (N, ...) at indices (M,), int64, as (M, ...); differentiable."""
     return x.index_select(0, indices)
 
 
-def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Values (M, ...) as rows `indices` (M,), int64, of zeros (first_axis_dim, ...); differentiable."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
 
 
 def unpad_input(
-    hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """The tokens of a padded batch behind one another, as `flash_attn_varlen_func` takes them; differentiable. Waits for the GPU.
 
     Parameters
@@ -428,6 +435,6 @@ def unpad_input(
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used.sum(1, dtype=torch.int32)
 
 
-def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The tokens (T, ...) of `unpad_input` at their places (T,) in (batch, seqlen, ...), zeros elsewhere; differentiable."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

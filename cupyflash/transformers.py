@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from cupyflash.api import attention, attention_varlen
 from cupyflash.errors import ArgumentError, SetupError, UnsupportedError
 
 try:
@@ -26,10 +25,15 @@ try:
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.masking_utils import sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as e:
     raise SetupError("cupyflash.transformers needs PyTorch and transformers: pip install torch 'transformers>=5.17'") from e
+from cupyflash.torch import attention, attention_varlen
+
 if "q_offset" not in inspect.signature(sdpa_mask).parameters:
     raise SetupError(f"transformers {transformers.__version__} is too old: pip install -U 'transformers>=5.17'")
+
+Tensor = Any  # torch.Tensor
 
 
 def register(name: str = "cupy_attention") -> None:
@@ -68,8 +72,7 @@ def register(name: str = "cupy_attention") -> None:
     """
     if "flash" in name:
         raise ArgumentError(f"name={name!r} contains 'flash', which makes transformers look for a package: take one as 'cupy_attention'")
-    functions = AttentionInterface()
-    if name == "eager" or functions.get(name, attention_forward) is not attention_forward:
+    if name == "eager" or ALL_ATTENTION_FUNCTIONS.get(name, attention_forward) is not attention_forward:
         raise ArgumentError(f"name={name!r} is another implementation's: take one that is free, as 'cupy_attention'")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -116,15 +119,15 @@ def attention_mask(
     q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = _CAUSAL,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """transformers' mask function: what is said of one pattern to the layers that have it, in the words at the top of this file."""
 
-    def in_full() -> torch.Tensor | None:
-        mask: torch.Tensor | None = sdpa_mask(
+    def in_full() -> Tensor | None:
+        mask: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -160,7 +163,7 @@ def attention_mask(
     return seen
 
 
-def _offsets(sequence_of: torch.Tensor) -> torch.Tensor:
+def _offsets(sequence_of: Tensor) -> Tensor:
     """Where sequences begin, and the end, in rows that follow one another; `sequence_of` (B, S) has a number for each token's sequence."""
     begins = torch.ones_like(sequence_of, dtype=torch.bool)
     begins[:, 1:] = sequence_of[:, 1:] != sequence_of[:, :-1]
@@ -173,24 +176,24 @@ _NOT_GIVEN = -1
 
 
 def attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = _NOT_GIVEN,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention function: (B, H, S, D) in, (B, S, H, Dv) out, by strides alone."""
     _refuse(dropout, others)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -235,7 +238,7 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
         )
 
 
-def _window(module: torch.nn.Module, sliding_window: int | None, seqlen_k: int) -> int | None:
+def _window(module: Any, sliding_window: int | None, seqlen_k: int) -> int | None:
     """The layer's window, if it hides anything. Some models keep it in their masks alone, and whether this layer has it nobody can tell."""
     if sliding_window != _NOT_GIVEN:
         return sliding_window

@@ -46,10 +46,16 @@ ALLOWED = {
     "reference": set(),
     "tensormap": set(),
     "variants": set(),
-    "torch": {"__init__", "api", "arrays", "keywords", "problem"},  # the public functions, and what their operators have in common with them
+    "torch": {
+        "__init__",
+        "api",
+        "arrays",
+        "keywords",
+        "problem",
+    },  # the public functions, and what their operators have in common with them
     "jax": {"api"},
-    "transformers": {"api"},
-    "flash_attn": {"api"},
+    "transformers": {"torch"},  # where attention has its gradients
+    "flash_attn": {"torch"},
 }
 OPEN_TO_ALL = {"errors", "_version"}
 
