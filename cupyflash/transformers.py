@@ -13,6 +13,7 @@ The first three hold no Sq x Sk array, so they are told whenever the pattern is 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -192,6 +193,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (B, H, S, D) in, (B, S, H, Dv) out, by strides alone."""
@@ -214,17 +216,33 @@ def attention_forward(
         n = attention_mask.shape[1]
         k, v = k[:, :n], v[:, :n]
         options["mask"] = attention_mask[:, None, None]
-    elif cu_seq_lens_q is not None or attention_mask is not None:
-        if position_bias is not None:
-            raise UnsupportedError("position_bias with packed sequences", ("pad them instead",))
-        if cu_seq_lens_q is None:
-            cu_seq_lens_q = attention_mask
-        offsets = [None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)]
-        hints = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
-        options |= {name: x for name, x in hints.items() if isinstance(x, int)}
-        out = attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), *offsets, causal=causal, **options)
-        return out.unflatten(0, q.shape[:2]), None
-    return attention(q, k, v, causal=causal, bias=position_bias, **options), None
+        return attention(q, k, v, causal=causal, bias=position_bias, **options), None
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = _restarts(position_ids, q, k) if attention_mask is None else attention_mask
+    if cu_seq_lens_q is None:
+        return attention(q, k, v, causal=causal, bias=position_bias, **options), None
+    if position_bias is not None:
+        raise UnsupportedError("position_bias was given for packed sequences", ("pad them instead",))
+    offsets = [None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)]
+    hints = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
+    options |= {name: x for name, x in hints.items() if isinstance(x, int)}
+    out = attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), *offsets, causal=causal, **options)
+    return out.unflatten(0, q.shape[:2]), None
+
+
+def _restarts(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Offsets of the sequences of one row, where its positions restart: some models do not tell the mask function of their positions."""
+    if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
+        return None
+    if len(q) != 1 or not 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]:
+        return None
+    return _read_positions(position_ids, position_ids._version)
+
+
+@functools.lru_cache(maxsize=1)  # each layer gets the same tensor, and reading it waits for the GPU
+def _read_positions(position_ids: Tensor, version: int) -> Tensor | None:
+    sequence_of = masking_utils.find_packed_sequence_indices(position_ids)
+    return None if sequence_of is None else _offsets(sequence_of)
 
 
 def _refuse(dropout: float, others: dict[str, Any]) -> None:
