@@ -93,7 +93,7 @@ _WINDOW = _code(masking_utils.sliding_window_overlay(1))
 _PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)))
 _BOTH = _code(masking_utils.and_masks(_CAUSAL))
 # Positions restart where a sequence does and go up by one, so inside of a sequence their distances are those of the indices.
-_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # before 5.20 there is none
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # 5.17 has none
 _REMAPPED = _remap and _code(_remap(_CAUSAL, torch.zeros(1, 1)))
 
 
@@ -142,7 +142,7 @@ def attention_mask(
         )
         return mask
 
-    # A static cache's length lies on the device, and is not waited for in every step of decoding.
+    # Compiled code can read neither closures nor values. A static cache's length is on the device: no step of decoding waits for it.
     if torch.compiler.is_compiling() or (isinstance(q_offset, torch.Tensor) and q_length == 1):
         return in_full()
     parts = dict(_parts(mask_function))
