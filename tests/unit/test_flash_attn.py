@@ -30,9 +30,12 @@ SIGNATURES = {
     ],
 }
 DEFAULTS = {
-    **{"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None},
-    **{"deterministic": False, "return_attn_probs": False, "block_table": None, "rotary_interleaved": True, "num_splits": 0},
-    **{"return_softmax_lse": False, "cache_seqlens": None, "k": None},
+    **dict.fromkeys(("softmax_scale", "alibi_slopes", "block_table", "cache_seqlens", "cache_batch_idx", "cache_leftpad"), None),
+    **dict.fromkeys(("causal", "deterministic", "return_attn_probs", "return_softmax_lse"), False),
+    **dict.fromkeys(("dropout_p", "softcap"), 0.0),
+    "window_size": (-1, -1),
+    "rotary_interleaved": True,
+    "num_splits": 0,
 }
 
 
@@ -124,10 +127,8 @@ def test_packed_arguments_are_read_in_place_and_have_one_gradient(given: dict[st
 
 
 def apart(q: Any, k: Any, v: Any, lengths_q: list[int], lengths_k: list[int], **meant: Any) -> tuple[Any, Any]:
-    parts = [
-        formula(*(x[None] for x in three), **meant)
-        for three in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
-    ]
+    sequences = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    parts = [formula(*(x[None] for x in three), **meant) for three in sequences]
     return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
 
 
@@ -160,11 +161,8 @@ def test_varlen_of_packed_arguments(given: dict[str, Any], meant: dict[str, Any]
 def test_every_argument_by_place() -> None:
     """As old code calls: nothing by name."""
     q, k, v = (normal(2, 7, 4, 8, seed=s) for s in range(3))
-    slopes, offsets, meant = (
-        torch.tensor([0.5, 0.1, 0.3, 0.02]),
-        ints(0, 7, 14),
-        {"scale": 0.3, "causal": True, "window": (3, 0), "cap": 2.0},
-    )
+    slopes, offsets = torch.tensor([0.5, 0.1, 0.3, 0.02]), ints(0, 7, 14)
+    meant = {"scale": 0.3, "causal": True, "window": (3, 0), "cap": 2.0}
     tail = (0.0, 0.3, True, (3, 0), 2.0, slopes, True, True)
     want, want_lse = formula(q, k, v, slopes=slopes, **meant)
     flat = [x.flatten(0, 1) for x in (q, k, v)]
@@ -179,10 +177,9 @@ def test_every_argument_by_place() -> None:
         close(out.view_as(want), want)
         close(lse if lse.dim() == 3 else lse.unflatten(1, (2, 7)).transpose(0, 1), want_lse)
         assert dmask is None
-    close(
-        fa.flash_attn_with_kvcache(q, k, v, None, None, None, None, 7, None, None, None, 0.3, True, (3, 0), 2.0, True, slopes, 0, False),
-        want,
-    )
+    nothing_new = (None,) * 4
+    got = fa.flash_attn_with_kvcache(q, k, v, *nothing_new, 7, None, None, None, *tail[1:5], True, slopes, 0, False)
+    close(got, want)
 
 
 def test_a_sink_takes_its_share() -> None:
@@ -192,7 +189,7 @@ def test_a_sink_takes_its_share() -> None:
     close(fa.flash_attn_func(q, k, v, s_aux=sink), want * share.transpose(1, 2)[..., None])
 
 
-# --- caches --------------------------------------------------------------------------------------------------------------------------------
+# --- caches ----------------------------------------------------------------------------------------------------------------------------
 
 
 def rotated(x: Any, angles: Any, begin: int, interleaved: bool) -> Any:
@@ -255,10 +252,8 @@ def test_lengths_of_a_cache() -> None:
 def test_packed_queries_over_a_cache() -> None:
     q, k_cache, v_cache = normal(5, 4, 8), normal(2, 9, 2, 8, seed=1), normal(2, 9, 2, 8, seed=2)
     got = fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=6, cu_seqlens_q=ints(0, 2, 5), max_seqlen_q=3, causal=True)
-    want = [
-        formula(q[None, s], k_cache[b, None, :6], v_cache[b, None, :6], causal=True)[0][0] for b, s in enumerate((slice(0, 2), slice(2, 5)))
-    ]
-    close(got, torch.cat(want))
+    for b, rows in enumerate((slice(0, 2), slice(2, 5))):
+        close(got[None, rows], formula(q[None, rows], k_cache[b, None, :6], v_cache[b, None, :6], causal=True)[0])
 
 
 def test_varlen_over_pages() -> None:
@@ -272,7 +267,7 @@ def test_varlen_over_pages() -> None:
     assert torch.equal(used, got)
 
 
-# --- padding -------------------------------------------------------------------------------------------------------------------------------
+# --- padding ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_padding_is_taken_out_and_put_back() -> None:
@@ -316,7 +311,7 @@ def test_installing_over_an_imported_package_is_an_error() -> None:
     assert printed.startswith("StateError flash_attn is imported already: call cupyflash.flash_attn.install() before")
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -358,9 +353,9 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     angles, rotary = torch.ones(9, 2), "rotary_cos"
     rope = {"rotary_cos": angles, "rotary_sin": angles, "cache_seqlens": 3}
     cases: list[tuple[type[Exception], str, Any]] = [
-        (ArgumentError, "no function of flash_attn 2 or 3 has an argument 'is_causal'", lambda: fa.flash_attn_func(x, x, x, is_causal=True)),
+        (ArgumentError, "no function of flash_attn 2 or 3 has an argument 'scale'", lambda: fa.flash_attn_func(x, x, x, scale=1)),
         (ShapeError, r"kv has shape \(1, 3, 2, 8\): it must be \(B, S, 2, H, D\)", lambda: fa.flash_attn_kvpacked_func(x, x)),
-        (ShapeError, r"qkv has shape .*: it must be \(T, 3, H, D\)", lambda: fa.flash_attn_varlen_qkvpacked_func(x, ints(0, 1), 1)),
+        (ShapeError, r"qkv has shape .*: it must be \(T, 3, H, D\)", lambda: fa.flash_attn_varlen_qkvpacked_func(x[0, :2], ints(0, 1), 1)),
         (ShapeError, "num_heads_q=1 it must be", lambda: fa.flash_attn_qkvpacked_func(x, num_heads_q=1)),
         (ArgumentError, "k= was given without cache_seqlens=", lambda: fa.flash_attn_with_kvcache(x, cache, cache, x, x)),
         (ArgumentError, f"{rotary}= was given without k=", lambda: fa.flash_attn_with_kvcache(x, cache, cache, causal=True, **rope)),

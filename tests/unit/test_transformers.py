@@ -207,7 +207,7 @@ def test_a_mask_of_ones_own_is_taken_as_it_is() -> None:
     agree(model(input_ids=ids, attention_mask=added).logits, want)
 
 
-# --- the mask function -------------------------------------------------------------------------------------------------------------------
+# --- the mask function -----------------------------------------------------------------------------------------------------------------
 
 
 def told(pattern: Any = masking_utils.causal_mask_function, q_length: int = 5, kv_length: int = 5, **options: Any) -> Any:
@@ -269,7 +269,7 @@ def test_packed_patterns_become_offsets() -> None:
         assert got.tolist() == [0, 2, 5, 6, 7, 10]
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["cupyflash", "flash_attention_2", "my_flash"])
