@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import cupyflash
-from cupyflash import arrays
+from cupyflash import api, arrays
 from cupyflash.api import AttentionResult
+from cupyflash.arrays import ArrayView
+from cupyflash.backward import attention_backward
 from cupyflash.errors import ArgumentError, SetupError, UnsupportedError
 from cupyflash.keywords import entry
 from cupyflash.problem import DIFFERENTIABLE, Causal, Window
@@ -86,8 +87,14 @@ def attention(
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v, bias = _autocast(q, k, v, bias)
     given = {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q, "seqused_k": seqused_k}
-    options = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap, "layout": layout}
-    return _attend(cupyflash.attention, (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "layout": layout,
+    }
+    return _attend(api.attention, (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
 
 
 @entry
@@ -145,15 +152,15 @@ def attention_varlen(
     _check_tensors(q, k, v)
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "seqused_q": seqused_q, "seqused_k": seqused_k}
     given |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    options = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
     options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if page_table is not None:
         given = {"q": q, "k": k, "v": v, **given, "page_table": page_table}
         options |= {"out": out, "out_dtype": out_dtype, "return_lse": return_lse, "stream": stream}
-        return _over_cache("attention_paged", cupyflash.attention_varlen, given, options)
+        return _over_cache("attention_paged", api.attention_varlen, given, options)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v, _ = _autocast(q, k, v, None)
-    return _attend(cupyflash.attention_varlen, (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
+    return _attend(api.attention_varlen, (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
 
 
 @entry
@@ -223,11 +230,16 @@ def attention_with_kvcache(
     given |= {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "rotary_cos": rotary_cos}
     given |= {"rotary_sin": rotary_sin, "rotary_positions": rotary_positions, "cu_seqlens_q": cu_seqlens_q, "alibi_slopes": alibi_slopes}
     given |= {"sink": sink, "mask": mask, "k_descale": k_descale, "v_descale": v_descale}
-    options = {"rotary_interleaved": rotary_interleaved, "max_seqlen_q": max_seqlen_q, "causal": causal, "window_size": window_size}
+    options: dict[str, Any] = {
+        "rotary_interleaved": rotary_interleaved,
+        "max_seqlen_q": max_seqlen_q,
+        "causal": causal,
+        "window_size": window_size,
+    }
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "kv_layout": kv_layout, "num_splits": num_splits}
     options |= {"split_size": split_size, "plan": plan, "out": out, "return_lse": return_lse, "stream": stream}
     operator = "attention_over_cache" if k_new is v_new is None else "attention_with_kvcache"
-    return _over_cache(operator, cupyflash.attention_with_kvcache, given, options)
+    return _over_cache(operator, api.attention_with_kvcache, given, options)
 
 
 # --- eager calls -------------------------------------------------------------------------------------------------------------------
@@ -272,7 +284,7 @@ def _attend(
         vectors = [name for name, x in given.items() if isinstance(x, np.ndarray)]
         given |= {name: arrays.vector(given[name], arrays.view(qkv[0].detach(), "q"), name) for name in vectors}
         call = _Call(function, (*"qkv", *given), options, out_dtype, deterministic)
-        result, lse = _Attention.apply(call, *qkv, *given.values())
+        result, lse = _apply(call, *qkv, *given.values())
     return AttentionResult(result, lse) if return_lse else result
 
 
@@ -326,8 +338,11 @@ class _Attention(torch.autograd.Function):
             return None, *[found.get(name) for name in call.names]
         q, k, v = tensors[:3]
         others = dict(zip(call.names[3:], tensors[3:], strict=True))
-        grads = cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=tuple(wanted), **others, **options)
+        grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=tuple(wanted), **others, **options)
         return None, *[getattr(grads, f"d{name}", None) for name in call.names]
+
+
+_apply: Any = _Attention.apply
 
 
 def _zeros_like(out: Any) -> Any:
@@ -378,7 +393,9 @@ _TYPES = {
     **dict.fromkeys(("num_splits", "split_size"), "int?"),
     **dict.fromkeys(("layout", "kv_layout"), "str"),
     **dict.fromkeys(("deterministic", "rotary_interleaved"), "bool"),
-    **dict(causal="str?", out_dtype="ScalarType?", wanted="bool[]"),
+    **dict.fromkeys(("causal",), "str?"),
+    **dict.fromkeys(("out_dtype",), "ScalarType?"),
+    **dict.fromkeys(("wanted",), "bool[]"),
 }  # the other arguments are "Tensor?"
 
 
@@ -392,7 +409,10 @@ def _operate(name: str, tensors: dict[str, Any], options: dict[str, Any]) -> Any
             given[argument], given[f"{argument[0]}_scale"] = None, float(x)
         elif not isinstance(x, torch.Tensor):
             raise ArgumentError(f"{argument} is a {type(x).__module__}.{type(x).__name__}: it must be a torch tensor")
-    return getattr(torch.ops.cupyflash, name).default(*[given.get(argument) for argument in _ARGUMENTS[name]])
+    args = [given.get(argument) for argument in _ARGUMENTS[name]]
+    if name in ("attention", "attention_varlen") and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _Transformed.apply(name, *args)  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.cupyflash, name).default(*args)
 
 
 def _canonical(options: dict[str, Any]) -> dict[str, Any]:
@@ -451,13 +471,10 @@ def _fake(name: str) -> Callable[..., Any]:
 
 
 def _empty(like: Any, shape: Any, dtype: Any, stored_as: Any = None) -> Any:
-    order = None if stored_as is None else arrays.storage_order(_Shaped(stored_as.shape, stored_as.stride()))
+    order = None
+    if stored_as is not None:
+        order = arrays.storage_order(ArrayView(0, stored_as.shape, stored_as.stride(), "", arrays.HOST, "torch", None))
     return like.new_empty_strided(shape, arrays.strides_of.__wrapped__(tuple(shape), order), dtype=dtype)
-
-
-class _Shaped(NamedTuple):
-    shape: Any
-    strides: Any
 
 
 def _save(name: str) -> Callable[..., None]:
@@ -483,9 +500,17 @@ def _differentiate(name: str) -> Callable[..., Any]:
 
 
 def _call_backward(dout: Any, dlse: Any, out: Any, lse: Any, given: dict[str, Any], needed: dict[str, bool]) -> dict[str, Any]:
+    args = _backward_arguments(dout, dlse, out, lse, given, needed)
+    return _gradients(needed, torch.ops.cupyflash.attention_backward.default(*args))
+
+
+def _backward_arguments(dout: Any, dlse: Any, out: Any, lse: Any, given: dict[str, Any], needed: dict[str, bool]) -> list[Any]:
     given = {"layout": "bshd", **given, "dout": dout, "dlse": dlse, "out": out, "lse": lse}
     given["wanted"] = [needed.get(name, False) for name in DIFFERENTIABLE]
-    grads = torch.ops.cupyflash.attention_backward.default(*[given.get(argument) for argument in _ARGUMENTS["attention_backward"]])
+    return [given.get(argument) for argument in _ARGUMENTS["attention_backward"]]
+
+
+def _gradients(needed: dict[str, bool], grads: Any) -> dict[str, Any]:
     return dict(zip([name for name in DIFFERENTIABLE if needed.get(name)], grads, strict=True))
 
 
@@ -494,7 +519,7 @@ def _backward(*args: Any) -> list[Any]:
     given = _named("attention_backward", args)
     wrt = tuple(name for name, wanted in zip(DIFFERENTIABLE, given.pop("wanted"), strict=True) if wanted)
     dout, q, k, v, out, lse = (given.pop(argument) for argument in _ARGUMENTS["attention_backward"][:6])
-    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **given)
+    grads = attention_backward(dout, q, k, v, out, lse, wrt=wrt, **given)
     return [getattr(grads, f"d{name}") for name in wrt]
 
 
@@ -511,7 +536,98 @@ def _refuse_second(ctx: Any, *_: Any) -> None:
     )
 
 
-_LIBRARY = torch.library.Library("cupyflash", "DEF")
+# --- torch.func --------------------------------------------------------------------------------------------------------------------
+
+
+class _Transformed(torch.autograd.Function):
+    """An operator of a forward as torch.func has to see it, which takes no operator's own gradient."""
+
+    generate_vmap_rule = True  # by the rules of the operators
+
+    @staticmethod
+    def forward(name: str, *args: Any) -> tuple[Any, Any]:
+        return tuple(getattr(torch.ops.cupyflash, name).default(*args))  # type: ignore[return-value]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        ctx.name = inputs[0]
+        _save(ctx.name)(ctx, inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        given = ctx.options | dict(zip(ctx.names, tensors, strict=True))
+        needed = dict(zip(_ARGUMENTS[ctx.name], ctx.needs_input_grad[1:], strict=True))
+        args = _backward_arguments(_zeros_like(out) if dout is None else dout, dlse, out, lse, given, needed)
+        found = _gradients(needed, _TransformedBackward.apply(*args))  # type: ignore[no-untyped-call]
+        return None, *[found.get(argument) for argument in _ARGUMENTS[ctx.name]]
+
+
+class _TransformedBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Any, ...]:
+        return tuple(torch.ops.cupyflash.attention_backward.default(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        pass
+
+    backward = staticmethod(_refuse_second)
+
+
+def _vmap(name: str) -> Callable[..., Any]:
+    """The rule of an operator: one call with the batch of vmap and B as its batch, where nothing is shared; else one an entry."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        operator = getattr(torch.ops.cupyflash, name).default
+        returned: Callable[..., Any] = list if name == "attention_backward" else tuple
+        given = dict(zip(_ARGUMENTS[name], args, strict=True))
+        axes = {argument: axis for argument, axis in zip(given, in_dims, strict=True) if isinstance(given[argument], torch.Tensor)}
+        if name == "attention_with_kvcache":
+            raise UnsupportedError("vmap over a call that appends to a cache", ("pass the axis as the batch of the call",))
+        dense = name == "attention" or (name == "attention_backward" and given["cu_seqlens_q"] is None and not any(given["wanted"][3:]))
+        if not dense or axes.get("sink") is not None:
+            entries = [
+                operator(*[x if axes.get(argument) is None else x.select(axes[argument], n) for argument, x in given.items()])
+                for n in range(info.batch_size)
+            ]
+            return returned(torch.stack(results) for results in zip(*entries, strict=True)), returned([0] * len(entries[0]))
+        at = given["layout"].index("b")
+        batch = None  # of each entry, whose arrays may have no axis for it
+        if given["q"].dim() - (axes["q"] is not None) == 4:
+            batch = given["q"].movedim(axes["q"] or 0, 0).shape[at + 1] if axes["q"] is not None else given["q"].shape[at]
+        for argument, axis in axes.items():
+            given[argument] = _merge(argument, given[argument], axis, info.batch_size, batch, at)
+        results = operator(*given.values())
+        places = [at, 0] if name == "attention" else [at] * len(results)
+        if batch is not None:
+            results = [x.unflatten(place, (info.batch_size, batch)) for x, place in zip(results, places, strict=True)]
+        return returned(results), returned(places)
+
+    return rule
+
+
+def _merge(argument: str, x: Any, axis: int | None, count: int, batch: int | None, at: int) -> Any:
+    """A tensor of an entry's call, or of `count` of them along `axis`, as one of the call for all; copied where strides cannot say it."""
+    if argument in ("bias", "mask", "alibi_slopes"):
+        x = x[None] if axis is None else x.movedim(axis, 0)
+        full = 2 if argument == "alibi_slopes" else 4
+        x = x.reshape(x.shape[0], *[1] * (full + 1 - x.dim()), *x.shape[1:])  # (count or 1, batch or 1, ...)
+        if x.shape[:2] == (1, 1):
+            return x[0] if full == 4 else x[0, 0]
+        return x.expand(count, batch or 1, *x.shape[2:]).flatten(0, 1)
+    if argument == "sink":
+        return x
+    at = at if argument in ("q", "k", "v", "out", "dout") else 0
+    x = x.unsqueeze(at) if axis is None else x.movedim(axis, at)
+    x = x.expand(*x.shape[:at], count, *x.shape[at + 1 :])
+    return x if batch is None and x.dim() != 2 else x.flatten(at, at + 1)  # of two axes are seqused_*
+
+
+_Library: Any = torch.library.Library  # which has no types
+_LIBRARY = _Library("cupyflash", "DEF")
 
 
 def _define(name: str, compute: Callable[..., Any], fake: Callable[..., Any], returns: str, **types: str) -> None:
@@ -519,13 +635,14 @@ def _define(name: str, compute: Callable[..., Any], fake: Callable[..., Any], re
     _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cupyflash::{name}", fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"cupyflash::{name}", _vmap(name), lib=_LIBRARY)
 
 
-for _name, _function in (("attention", cupyflash.attention), ("attention_varlen", cupyflash.attention_varlen)):
+for _name, _function in (("attention", api.attention), ("attention_varlen", api.attention_varlen)):
     _define(_name, _operator(_name, _function), _fake(_name), "(Tensor, Tensor)")
     torch.library.register_autograd(f"cupyflash::{_name}", _differentiate(_name), setup_context=_save(_name), lib=_LIBRARY)
 _define("attention_backward", _backward, _fake_backward, "Tensor[]")
 torch.library.register_autograd("cupyflash::attention_backward", _refuse_second, lib=_LIBRARY)
-_define("attention_paged", _operator("attention_paged", cupyflash.attention_varlen), _fake("attention_paged"), "(Tensor, Tensor)")
+_define("attention_paged", _operator("attention_paged", api.attention_varlen), _fake("attention_paged"), "(Tensor, Tensor)")
 for _name, _types in (("attention_over_cache", {}), ("attention_with_kvcache", {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"})):
-    _define(_name, _operator(_name, cupyflash.attention_with_kvcache), _fake(_name), "(Tensor, Tensor)", **_types)
+    _define(_name, _operator(_name, api.attention_with_kvcache), _fake(_name), "(Tensor, Tensor)", **_types)
