@@ -56,9 +56,10 @@ def formula(
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if cap:
         scores = cap * torch.tanh(scores / cap)
-    i, j = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
+    i, j = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+    i = i[:, None] + k.shape[1] - q.shape[1]
     if slopes is not None:
-        scores = scores - (slopes if slopes.dim() == 2 else slopes[None])[..., None, None].to(F64) * (i - j).abs()
+        scores = scores - (slopes if slopes.dim() == 2 else slopes[None])[..., None, None].to(q) * (i - j).abs()
     left, right = window
     hidden = (j > i if causal else torch.zeros_like(j > i)) | ((j < i - left) & (left >= 0)) | ((j > i + right) & (right >= 0))
     lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)

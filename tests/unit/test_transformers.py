@@ -52,7 +52,10 @@ BOUND = 3e-5  # of float32, absolute and relative at once; both sides round
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     ours.register(NAME)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices of 64: beside other processes a second thread costs ten times what it saves
     yield
+    torch.set_num_threads(threads)
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         interface._global_mapping.pop(NAME)
 
