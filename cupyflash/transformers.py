@@ -236,6 +236,8 @@ def _restarts(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | Non
         return None
     if len(q) != 1 or not 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]:
         return None
+    if position_ids.is_inference():  # which does not count how often it was written
+        return _read_positions.__wrapped__(position_ids, 0)
     return _read_positions(position_ids, position_ids._version)
 
 

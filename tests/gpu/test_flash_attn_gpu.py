@@ -58,11 +58,9 @@ def split(packed: Any, dtype: Any, axis: int) -> list[Any]:
 def test_dense(dtype: str, given: dict[str, Any], meant: dict[str, Any]) -> None:
     given, meant = on_gpu(given), on_gpu(meant)
     q, kv = normal(2, 190, 4, 64, dtype=DTYPES[dtype], grad=True), normal(2, 211, 2, 2, 64, dtype=DTYPES[dtype], seed=1, grad=True)
-    inputs, results = [q, kv], []
+    inputs = [q, kv]
     out, lse, _ = fa.flash_attn_kvpacked_func(q, kv, **given, return_attn_probs=True)
-    for to in (torch.float64, DTYPES[dtype]):
-        results.append(formula(q.to(to), *split(kv, to, 2), **meant))
-    (want, want_lse), (plain, _) = results
+    (want, want_lse), (plain, _) = (formula(q.to(to), *split(kv, to, 2), **meant) for to in (torch.float64, DTYPES[dtype]))
     judged(out, want, plain)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
     found = [gradients([x], inputs) for x in (out, want, plain)]

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; pip install torch")
 
 import cupyflash.flash_attn as fa  # noqa: E402
-from cupyflash import ArgumentError, ShapeError, UnsupportedError  # noqa: E402
+from cupyflash import ArgumentError, DtypeError, ShapeError, UnsupportedError  # noqa: E402
 
 F64 = torch.float64
 # What dense and packed functions take after their arrays, in flash_attn 2.8's order.
@@ -62,8 +62,9 @@ def formula(
         scores = scores - (slopes if slopes.dim() == 2 else slopes[None])[..., None, None].to(q) * (i - j).abs()
     left, right = window
     hidden = (j > i if causal else torch.zeros_like(j > i)) | ((j < i - left) & (left >= 0)) | ((j > i + right) & (right >= 0))
-    lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
-    weights = torch.where(hidden, 0, (scores - torch.where(lse.isfinite(), lse, 0)[..., None]).exp())
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - torch.where(lse.isfinite(), lse, 0)[..., None]).exp()
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
 
@@ -266,6 +267,32 @@ def test_varlen_over_pages() -> None:
     close(got, torch.cat(want))
     used = fa.flash_attn_varlen_func(q, *pages, ints(0, 2, 5), None, 3, 11, causal=True, block_table=table, seqused_k=ints(7, 11))
     assert torch.equal(used, got)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (3, 2)])
+def test_kf_125_126_descales_of_a_cache_in_float8(shape: tuple[int, ...]) -> None:
+    """What each number of the cache is to be multiplied by: one, one for each key head, or for each of every sequence."""
+    q = normal(3, 2, 4, 8)
+    caches = [normal(3, 9, 2, 8, seed=s).to(torch.float8_e4m3fn) for s in (1, 2)]
+    descales = [torch.rand(shape, generator=torch.Generator().manual_seed(s)) + 0.5 for s in (3, 4)]
+    got = fa.flash_attn_with_kvcache(q, *caches, k_descale=descales[0], v_descale=descales[1], causal=True)
+    wide = [x.to(F64) * d.double().expand(3, 2)[:, None, :, None] for x, d in zip(caches, descales, strict=True)]
+    close(got, formula(q, *wide, causal=True)[0], 1e-6)
+
+
+def test_kf_126_128_a_wrong_number_of_descales() -> None:
+    q, cache = normal(3, 1, 4, 8), normal(3, 9, 2, 8).to(torch.float8_e4m3fn)
+    for shape in ((3,), (4, 2), (3, 4)):
+        with pytest.raises(ShapeError, match=r"k_descale has shape \(.*\).* \(3, 2\)"):
+            fa.flash_attn_with_kvcache(q, cache, cache, k_descale=torch.ones(shape), v_descale=torch.ones(2))
+
+
+def test_kf_127_float8_inputs_are_refused_and_never_computed_otherwise() -> None:
+    x = normal(1, 3, 2, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="fp8 is built for the caches of flash_attn_with_kvcache alone"):
+        fa.flash_attn_func(x, x, x, q_descale=torch.ones(1, 2), k_descale=torch.ones(1, 2), v_descale=torch.ones(1, 2))
+    with pytest.raises(DtypeError, match="q is float8_e4m3fn"):
+        fa.flash_attn_func(x, x, x)
 
 
 # --- padding ---------------------------------------------------------------------------------------------------------------------------

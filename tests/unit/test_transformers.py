@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason=NO_TRANSFORMERS)
 from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, DynamicCache, masking_utils  # noqa: E402
 
 import cupyflash.transformers as ours  # noqa: E402
-from cupyflash import ArgumentError, UnsupportedError  # noqa: E402
+from cupyflash import ArgumentError, SetupError, UnsupportedError  # noqa: E402
 
 NAME = "cupy_attention"
 SHAPE = {
@@ -154,8 +155,22 @@ def test_packed_sequences_do_not_see_each_other(name: str, told_by: str) -> None
         agree(eager(input_ids=given["input_ids"]).logits, want, 100 * BOUND)
 
 
+def test_positions_are_read_again_where_they_were_written() -> None:
+    """Each layer gets the same tensor, so what was read of it is kept; a later call may find other numbers in it."""
+    model, _ = pair("gpt_oss")
+    ids, places = tokens(1, 9), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            places = places.clone()
+            packed = model(input_ids=ids, position_ids=places, use_cache=False).logits
+            places[:] = torch.arange(9)
+            agree(model(input_ids=ids, position_ids=places, use_cache=False).logits, model(input_ids=ids, use_cache=False).logits)
+            places[0, 3:] = torch.arange(6)
+            agree(model(input_ids=ids, position_ids=places, use_cache=False).logits, packed)
+
+
 @torch.no_grad()
-def test_packed_rows_of_a_batch(rng: Any) -> None:
+def test_packed_rows_of_a_batch() -> None:
     """Both rows hold several sequences: a row begins a sequence, too."""
     model, eager = pair("llama")
     given = {"input_ids": tokens(2, 9), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 0, 1, 0, 1]])}
@@ -357,6 +372,12 @@ def test_without_transformers_the_error_says_what_to_install() -> None:
     code += "try: import cupyflash.transformers\nexcept Exception as e: print(type(e).__name__, e)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed == "SetupError cupyflash.transformers needs PyTorch and transformers: pip install torch 'transformers>=5.17'\n"
+
+
+def test_a_transformers_that_asks_otherwise_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda cache_position: None)
+    with pytest.raises(SetupError, match=r"is too old: pip install -U 'transformers>=5\.17'"):
+        runpy.run_path(ours.__file__)
 
 
 def test_examples_of_the_docstrings() -> None:
