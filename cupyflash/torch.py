@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyflash import api, arrays
+from cupyflash import api, arrays, backward
 from cupyflash.api import AttentionResult
 from cupyflash.arrays import ArrayView
-from cupyflash.backward import attention_backward
 from cupyflash.errors import ArgumentError, SetupError, ShapeError, UnsupportedError
 from cupyflash.keywords import entry
 from cupyflash.problem import DIFFERENTIABLE, Causal, Window
@@ -477,7 +476,7 @@ class _Attention(torch.autograd.Function):
             return None, *[found.get(name) for name in call.names]
         q, k, v = tensors[:3]
         others = dict(zip(call.names[3:], tensors[3:], strict=True))
-        grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=tuple(wanted), **others, **options)
+        grads = backward.attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=tuple(wanted), **others, **options)
         return None, *[getattr(grads, f"d{name}", None) for name in call.names]
 
 
@@ -657,7 +656,7 @@ def _backward(*args: Any) -> list[Any]:
     given = _named("attention_backward", args)
     wrt = tuple(name for name, wanted in zip(DIFFERENTIABLE, given.pop("wanted"), strict=True) if wanted)
     dout, q, k, v, out, lse = (given.pop(argument) for argument in _ARGUMENTS["attention_backward"][:6])
-    grads = attention_backward(dout, q, k, v, out, lse, wrt=wrt, **given)
+    grads = backward.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **given)
     return [getattr(grads, f"d{name}") for name in wrt]
 
 
@@ -782,10 +781,10 @@ for _name, _types in (("attention_over_cache", {}), ("attention_with_kvcache", {
     _define(_name, _operator(_name, api.attention_with_kvcache), _fake(_name), "(Tensor, Tensor)", **_types)
 
 
-# --- counted by torch.utils.flop_counter ---------------------------------------------------------------------------------------------------
+# --- what torch.utils.flop_counter counts -------------------------------------------------------------------------------------------
 
 
-def _visible_pairs(given: dict[str, Any]) -> int:
+def _visible_pairs(given: dict[str, Any]) -> Any:
     """How many scores a call has: those that causal, windows and lengths leave, in all heads."""
     layout = given.get("layout") or "bshd"
     if given.get("cu_seqlens_q") is None:
@@ -814,10 +813,10 @@ def _visible_pairs(given: dict[str, Any]) -> int:
     return pairs * heads
 
 
-def _flops(name: str, per_pair: tuple[int, int]) -> Callable[..., int]:
+def _flops(name: str, per_pair: tuple[int, int]) -> Callable[..., Any]:
     """Of the matrix products: two for each pair and element of D, as often as the first number says, and of Dv, as the second."""
 
-    def count(*args: Any, **_: Any) -> int:
+    def count(*args: Any, **_: Any) -> Any:
         given = dict(zip(_ARGUMENTS[name], args, strict=True))
         return 2 * _visible_pairs(given) * (per_pair[0] * given["q"].shape[-1] + per_pair[1] * given["v"].shape[-1])
 
@@ -945,7 +944,7 @@ def _flash_attention_backward(
     if cum_seq_q is not None:
         options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
     options |= {"layout": layout, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    return attention_backward(grad_out, query, key, value, out, logsumexp, **options)[:3]
+    return backward.attention_backward(grad_out, query, key, value, out, logsumexp, **options)[:3]
 
 
 def _scaled_dot_product_flash_attention(

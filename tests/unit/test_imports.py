@@ -37,7 +37,7 @@ ALLOWED = {
     "host_cache": {"host", "problem"},  # host computes what it has gathered
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
     "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
-    "keywords": set(),
+    "keywords": {"arrays"},  # whose Elsewhere says where a call is computed
     # device: its type; environment: how to get CuPy; params: where in the struct an address lies
     "launch": {"jit", "tensormap", "plan", "device", "environment", "params"},
     "packing": {"arrays", "keywords"},
