@@ -4,7 +4,8 @@ transformers asks twice: a mask function once for each pattern of a forward pass
 says the second understands by its shape, since models hand it on as it is:
 
 - None: nothing is hidden but by causality and the layer's window, and the last query stands at the last key.
-- (B, n) bool: so it is among the first n keys (a static cache has room for more), of which padding is False.
+- (B, n) bool: so it is among the first n keys (a static cache has room for more), of which padding is False. If there are fewer keys, a
+  cache has dropped the first.
 - (n + 1,) int32: rows are n packed sequences behind one another, with these offsets.
 - (B or 1, H or 1, Sq, Sk): all that a query may see (bool), or what its scores get added (float): any other pattern.
 
@@ -154,14 +155,14 @@ def attention_mask(
         used = int(q_offset) + q_length - kv_offset  # later keys are hidden from all
     else:
         return in_full()
-    if not 0 < used <= kv_length or (attention_mask is not None and attention_mask.shape[1] < kv_offset + used):
+    end = kv_offset + used
+    if not 0 < used <= kv_length or (kv_offset and used < kv_length) or (attention_mask is not None and attention_mask.shape[1] < end):
         return in_full()
-    seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + used]
-    if seen is None or seen.all():
+    if attention_mask is None or attention_mask[:, kv_offset:end].all():
         if used == kv_length:
             return None
-        seen = torch.ones(1, used, dtype=torch.bool, device=options.get("device")).expand(batch_size, -1)
-    return seen
+        return torch.ones(1, end, dtype=torch.bool, device=options.get("device")).expand(batch_size, -1)
+    return attention_mask[:, :end]  # with the keys that a cache has dropped: `generate` may ask again with what it was told
 
 
 def _offsets(sequence_of: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() == 2:
         n = attention_mask.shape[1]
         k, v = k[:, :n], v[:, :n]
-        options["mask"] = attention_mask[:, None, None]
+        options["mask"] = attention_mask[:, None, None, -k.shape[1] :]
         return attention(q, k, v, causal=causal, bias=position_bias, **options), None
     if cu_seq_lens_q is None:
         cu_seq_lens_q = _restarts(position_ids, q, k) if attention_mask is None else attention_mask

@@ -119,6 +119,20 @@ def test_generate_is_that_of_eager(name: str, cache: str) -> None:
         agree(ours_, theirs)
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_generate_from_a_prompt_in_pieces(name: str, cache: str) -> None:
+    """Pieces of 8 tokens are longer than the window, so caches have dropped keys; padding reaches into the last piece."""
+    model, eager = pair(name)
+    options = {"attention_mask": padded([27, 2, 11], "left"), "max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
+    options |= {"prefill_chunk_size": 8, "return_dict_in_generate": True, "output_logits": True}
+    got, want = (m.generate(tokens(3, 27), **options) for m in (model, eager))
+    assert torch.equal(got.sequences, want.sequences)
+    for ours_, theirs in zip(got.logits, want.logits, strict=True):
+        agree(ours_, theirs)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("pieces", [(7, 5, 1, 4), (3, 12)])
 @torch.no_grad()
@@ -249,7 +263,10 @@ def test_no_mask_is_made_where_nothing_is_padded(pattern: Any) -> None:
 def test_padding_and_unused_slots_are_told_without_an_array_of_rows_and_keys(pattern: Any) -> None:
     left = padded([5, 2], "left").bool()
     assert torch.equal(told(pattern, attention_mask=left), left)
-    assert torch.equal(told(pattern, 2, 3, q_offset=3, kv_offset=2, attention_mask=left), left[:, 2:])
+    dropped = {"q_length": 2, "kv_length": 3, "q_offset": 3, "kv_offset": 2}
+    assert told(pattern, **dropped, attention_mask=padded([5, 4], "left").bool()) is None
+    assert torch.equal(told(pattern, **dropped, attention_mask=left), left)
+    assert told(pattern, **{**dropped, "kv_length": 4}, attention_mask=left).shape == (2, 1, 2, 4)
     slots = told(pattern, kv_length=12, q_offset=torch.tensor(0), attention_mask=left)
     assert torch.equal(slots, left)
     slots = told(pattern, kv_length=12, q_offset=torch.tensor(2))
