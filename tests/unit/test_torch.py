@@ -8,7 +8,7 @@ import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,13 @@ Tensors = list[Any]
 
 
 @pytest.fixture(autouse=True)
-def _fresh(rng: np.random.Generator) -> None:
+def _fresh(rng: np.random.Generator) -> Iterator[None]:
     torch.manual_seed(int(rng.integers(2**31)))
     torch._dynamo.reset()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # idle threads of torch wait by spinning
+    yield
+    torch.set_num_threads(before)
 
 
 def randn(*shape: int, dtype: Any = torch.float64, grad: bool = True) -> Any:
