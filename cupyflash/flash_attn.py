@@ -79,12 +79,11 @@ def _refuse(others: dict[str, Any], **named: Any) -> None:
 
 def _options(softmax_scale: float | None, causal: bool, window_size: Window, softcap: float, with_lse: bool) -> dict[str, Any]:
     """Options in cupyflash's words. `(-1, -1)` and a soft cap of 0 or less are none."""
-    window = None if tuple(window_size) == (-1, -1) else tuple(window_size)
     return {
         "softmax_scale": softmax_scale,
         "causal": bool(causal),
-        "window_size": window,
-        "softcap": softcap if softcap > 0 else None,
+        "window_size": None if window_size in ((-1, -1), [-1, -1]) else window_size,
+        "softcap": softcap if softcap and softcap > 0 else None,
         "return_lse": with_lse,
     }
 

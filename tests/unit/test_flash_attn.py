@@ -81,7 +81,7 @@ def gradients(results: Any, inputs: list[Any]) -> Any:
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"causal": True, "softmax_scale": 0.3}, {"causal": True, "scale": 0.3}),
-    ({"window_size": (3, 2), "softcap": 0.0}, {"window": (3, 2)}),
+    ({"window_size": [3, 2], "softcap": -1.0}, {"window": (3, 2)}),
     ({"causal": True, "window_size": (4, -1), "softcap": 1.5, "deterministic": True}, {"causal": True, "window": (4, -1), "cap": 1.5}),
     ({"alibi_slopes": torch.tensor([0.5, 0.1, 0.3, 0.02])}, {"slopes": torch.tensor([0.5, 0.1, 0.3, 0.02])}),
 ]
@@ -397,6 +397,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         (UnsupportedError, "scheduler_metadata is a tensor",
          lambda: fa.flash_attn_with_kvcache(x, cache, cache, scheduler_metadata=ints(0))),
     ]  # fmt: skip
+    cases += [(ArgumentError, "window_size=128 is ambiguous", lambda: fa.flash_attn_func(x, x, x, window_size=128))]
     for error, message, call in cases:
         with pytest.raises(error, match=message):
             call()
