@@ -46,6 +46,23 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'cupyflash' has no attribute {name!r}")
 
 
+def _in_compiled(name: str) -> Any:
+    """The function of that name for torch.compile."""
+
+    def form(*args: Any, **options: Any) -> Any:
+        import cupyflash.torch  # a statement, which torch.compile can trace
+
+        return getattr(cupyflash.torch, name)(*args, **options)
+
+    return form
+
+
+# What torch.compile traces in place of a function, by the attribute that torch's own wrappers have, so that nothing is imported to say so.
+_function: Any
+for _function in (attention, attention_varlen, attention_with_kvcache):
+    _function._torchdynamo_inline = _in_compiled(_function.__name__)
+
+
 __all__ = [
     "ArgumentError",
     "AttentionResult",

@@ -150,6 +150,8 @@ def _choose_reader(array: Any, name: str) -> Reader:
     if cupy is not None and isinstance(array, cupy.ndarray):
         return _exactly(kind, cupy.ndarray, name, _read_cupy)
     if torch is not None and isinstance(array, torch.Tensor):
+        if computes_its_own_way(array):
+            return _refuse_torch
         return _exactly(kind, torch.Tensor if kind is not torch.nn.Parameter else kind, name, _read_torch)
     if jax is not None and isinstance(array, jax.core.Tracer):
         return _refuse_tracer
@@ -191,10 +193,22 @@ def _read_torch(tensor: Any, name: str) -> Array:
     try:
         ptr, strides = tensor.data_ptr(), tensor.is_contiguous() or tensor.stride()
     except RuntimeError as e:  # a sparse or quantised tensor, one of a functional transform
+        if sys.modules["torch"]._C._are_functorch_transforms_active():
+            _refuse_torch(tensor, name)
         raise ArgumentError(f"{name} is a {tensor.layout} tensor without memory of its own: it must be dense") from e
     if tensor.requires_grad or tensor.is_neg() or not tensor.is_cuda:
         _check_torch(tensor, name)
     return ptr, ("torch", ptr % 16, tensor.shape, strides, tensor.dtype, tensor.get_device()), tensor  # of the host it is -1
+
+
+def computes_its_own_way(tensor: Any) -> bool:
+    """Whether a tensor is of a type that takes each operator of torch itself, as a fake tensor does, and has no values to read."""
+    torch = sys.modules["torch"]
+    return isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _refuse_torch(tensor: Any, name: str) -> Array:
+    raise Elsewhere("torch", name, f"is a {type(tensor).__name__} that torch traces or transforms", "call it on plain tensors")
 
 
 def _check_torch(tensor: Any, name: str) -> None:
@@ -539,7 +553,7 @@ def strides_of(shape: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[i
 def storage_order(view: ArrayView) -> tuple[int, ...] | None:
     """The axes of a dense array from the slowest in memory to the fastest; None where it is dense in no order or in C order."""
     last = len(view.shape) - 1
-    axes = sorted(range(last), key=lambda a: (view.shape[a] > 1, -view.strides[a]))
+    axes = sorted(range(last), key=lambda a: (bool(view.shape[a] > 1), -view.strides[a]))  # a bool, too, of torch's symbolic sizes
     ordered = [*axes, last]
     step = 1
     for axis in reversed(ordered):

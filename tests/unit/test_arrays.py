@@ -358,10 +358,13 @@ def test_torch_strides_are_read_where_they_are_not_those_of_c() -> None:
 def test_kf_082_gradients_are_never_lost_silently(rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch", reason=NO_TORCH)
     q, k, v = (torch.from_numpy(x) for x in pair(rng))
+    expected = cupyflash.attention(q, k, v)
     k.requires_grad_()
-    with pytest.raises(UnsupportedError, match=r"k requires grad.*pass k.detach\(\), or call inside torch.no_grad\(\)"):
-        cupyflash.attention(q, k, v)
-    expected = cupyflash.attention(q, k.detach(), v)
+    out = cupyflash.attention(q, k, v)  # tests/unit/test_torch.py has its gradients
+    assert torch.equal(out, expected)
+    assert out.requires_grad
+    with pytest.raises(UnsupportedError, match=r"lses\[0\] requires grad.*pass lses\[0\].detach\(\), or call inside torch.no_grad\(\)"):
+        cupyflash.merge_states([q], [torch.zeros(2, 4, 5).requires_grad_()])
     with torch.no_grad():
         assert torch.equal(cupyflash.attention(q, k, v), expected)
         assert torch.equal(cupyflash.attention(q, torch.nn.Parameter(k), v), expected)

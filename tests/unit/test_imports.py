@@ -22,7 +22,8 @@ BENCH = ROOT / "bench"
 
 # Who may import whom inside cupyflash; `errors` and `_version` are open to all and import nothing.
 ALLOWED = {
-    "__init__": {"api", "backward", "cache", "environment", "packing", "reference"},
+    # torch: what torch.compile traces in place of functions here, imported then
+    "__init__": {"api", "backward", "cache", "environment", "packing", "reference", "torch"},
     # device, params: what a cached call holds; jit, variants: what `warmup` compiles
     "api": {"arrays", "cache", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
     "arrays": set(),
@@ -36,7 +37,7 @@ ALLOWED = {
     "host_cache": {"host", "problem"},  # host computes what it has gathered
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
     "jit": {"variants", "params", "environment"},  # environment: the cache folder, and how to get CuPy and NVRTC
-    "keywords": {"arrays"},  # what takes a call to a framework
+    "keywords": {"arrays"},  # whose Elsewhere says where a call is computed
     # device: its type; environment: how to get CuPy; params: where in the struct an address lies
     "launch": {"jit", "tensormap", "plan", "device", "environment", "params"},
     "packing": {"arrays", "keywords"},
@@ -46,11 +47,11 @@ ALLOWED = {
     "reference": set(),
     "tensormap": set(),
     "variants": set(),
-    "torch": {"api"},
-    # problem: names of what has a gradient; arrays: those of a callback
+    # problem: names of what has a gradient; arrays: how results are stored, and those of a callback
+    "torch": {"api", "arrays", "backward", "keywords", "problem"},
     "jax": {"api", "arrays", "backward", "keywords", "problem"},
-    "transformers": {"api"},
-    "flash_attn": {"api"},
+    "transformers": {"torch"},  # where attention has its gradients
+    "flash_attn": {"torch"},
 }
 OPEN_TO_ALL = {"errors", "_version"}
 
