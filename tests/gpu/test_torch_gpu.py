@@ -232,6 +232,7 @@ def test_sdpa_is_torchs(seqlen_q: int, seqlen_k: int) -> None:
     close([got, *grads[0]], [want, *grads[1]], torch.float16)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Oo]verriding a previously registered kernel")  # which is what it is for
 def test_torchs_own_calls_after_activate(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         with pytest.raises(UnsupportedError, match="has no hook"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import inspect
 import itertools
 import math
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; pip insta
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import cupyflash  # noqa: E402
@@ -245,6 +246,16 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.gradgradcheck(ours.attention, (q, k, v))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # which torch's own forward mode says
+def test_forward_mode_is_refused() -> None:
+    q, k, v = qkv(grad=False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(UnsupportedError, match="a tensor has a tangent: forward-mode derivatives are not built"):
+            ours.attention(dual, k, v)
+        assert torch.equal(ours.attention(q, k, v), cupyflash.attention(q, k, v))
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +317,8 @@ def test_import() -> None:
     missing = "import sys; sys.modules['torch'] = None\ntry:\n  import cupyflash.torch\nexcept ImportError as e: print(type(e).__name__, e)"
     assert run_fresh(missing) == "SetupError cupyflash.torch needs PyTorch: pip install torch"
     assert run_fresh("import sys, cupyflash.torch; print('torch._dynamo' in sys.modules)") == "False"  # two seconds
+    compiled = "import torch, cupyflash; f = torch.compile(lambda q: cupyflash.attention(q, q, q) * 2, fullgraph=True, backend='eager')"
+    assert run_fresh(f"{compiled}; print(tuple(f(torch.ones(1, 4, 2, 8)).shape))") == "(1, 4, 2, 8)"
 
 
 def test_examples() -> None:
@@ -526,6 +539,22 @@ def test_checkpoints(use_reentrant: bool, fast: bool) -> None:
     tensors = qkv()
     (compiled(model)[0] if fast else model)(*tensors).backward()
     same([x.grad for x in tensors], torch.autograd.grad(block(*tensors).sum(), tensors), 1e-13)
+
+
+def test_selective_checkpoints_see_the_operator() -> None:
+    seen: list[str] = []
+
+    def policy(_: Any, operator: Any, *args: Any, **options: Any) -> Any:
+        seen.append(str(operator))
+        return CheckpointPolicy.MUST_SAVE if "cupyflash" in str(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(*tensors: Any) -> Any:
+        return ours.attention(*tensors, causal=True).sin().sum()
+
+    tensors, contexts = qkv(), functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(block, *tensors, use_reentrant=False, context_fn=contexts).backward()
+    same([x.grad for x in tensors], torch.autograd.grad(block(*tensors), tensors))
+    assert "cupyflash.attention.default" in seen
 
 
 # --- autocast ----------------------------------------------------------------------------------------------------------------------------
@@ -794,6 +823,8 @@ def test_kf_119_a_flop_counter_counts_the_visible_pairs(causal: bool) -> None:
     pairs = 256 * 257 // 2 if causal else 256 * 256
     assert flops(lambda: ours.attention(q.detach(), k.detach(), v.detach(), causal=causal)) == 4 * 16 * 2 * pairs
     assert flops(lambda: ours.attention(q, k, v, causal=causal).sum().backward()) == (4 + 10) * 16 * 2 * pairs
+    total = ours.attention(q, k, v, causal=causal).sum()
+    assert flops(total.backward) == 10 * 16 * 2 * pairs
 
 
 def test_kf_120_a_flop_counter_counts_query_heads() -> None:
