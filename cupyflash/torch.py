@@ -271,8 +271,8 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    (..., Hq, L, Ev), stored in query's axis order. A row whose mask hides every key is 0 , as in torch
-    from 2.5 on; before that, and in some of its backends, it is NaN. How it is computed: FlashAttention-2 (Dao, arXiv 2307.08691).
+    (..., Hq, L, Ev), stored in query's axis order. A row whose mask hides every key is 0, as in torch from 2.5 on;
+    before that, and in some of its backends, it is NaN. It is computed as in FlashAttention-2 (Dao, arXiv 2307.08691).
 
     Raises
     ------
@@ -583,6 +583,7 @@ def _canonical(options: dict[str, Any]) -> dict[str, Any]:
 def _named(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
     """The arguments of an operator as those of the function, without what is None."""
     given = {name: x for name, x in zip(_ARGUMENTS[name], args, strict=True) if x is not None}
+    given.setdefault("causal", False)  # over a cache the default is True
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
     for cache in "kv":
         if f"{cache}_scale" in given:
@@ -611,6 +612,10 @@ def _fake(name: str) -> Callable[..., Any]:
         given = dict(zip(_ARGUMENTS[name], args, strict=True))
         q, _, v = args[:3]
         letters = given.get("layout") or "bshd"
+        if not 3 <= q.dim() <= 4:
+            raise ShapeError(f"q has shape {tuple(q.shape)}: it must have three or four axes")
+        if letters not in ("bshd", "bhsd", "sbhd"):
+            raise ArgumentError(f"layout={letters!r} is unknown: it is one of 'bshd', 'bhsd', 'sbhd'")
         sizes = dict(zip(letters.replace("b", "") if q.dim() == 3 else letters, q.shape, strict=True))
         out = _empty(q, (*q.shape[:-1], v.shape[-1]), given.get("out_dtype") or q.dtype, stored_as=q)
         rows = [sizes[letter] for letter in "bhs" if letter in sizes]

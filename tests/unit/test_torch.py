@@ -450,7 +450,7 @@ def test_kf_126_compiled_calls_over_a_cache(new: bool, scale: Any) -> None:
     def model(q: Any, k_cache: Any, v_cache: Any, options: dict[str, Any]) -> Any:
         return cupyflash.attention_with_kvcache(q, k_cache, v_cache, **options) * 1
 
-    given = cached(new=new)
+    given = cached(new=new) | {"causal": scale is not None}
     if scale is not None:
         given |= {name: (given[name] * 2).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
         scales = [torch.rand(scale) + 0.5 if isinstance(scale, tuple) else scale for _ in "kv"]
@@ -498,6 +498,12 @@ def test_errors_in_compiled_code() -> None:
         partly(q, k, v, stream=1)
     with pytest.raises(ArgumentError, match="window_size=3 "):
         partly(q, k, v, window_size=3)
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2, 5, 4, 8)
+        with pytest.raises(ShapeError, match=r"q has shape \(5, 4\)"):
+            ours.attention(fake[0, :, :, 0], fake, fake)
+        with pytest.raises(ArgumentError, match="layout='bsdh' is unknown"):
+            ours.attention(fake, fake, fake, layout="bsdh")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # which inductor's own import says
@@ -614,8 +620,10 @@ def test_vmap(layout: str, batched: bool, in_dims: tuple[Any, ...]) -> None:
     tensors.append(make({"b": 2, "h": 4, "s": 5, "t": 7}, "bhst" if in_dims[3] == 0 else "hst", in_dims[3]))
     tensors += [make({"h": 4}, "h", axis).abs() for axis in in_dims[4:]]
 
+    used = offsets(3, 7) if batched else offsets(4)
+
     def function(q: Any, k: Any, v: Any, bias: Any, slopes: Any, sink: Any) -> Any:
-        options = {"bias": bias, "alibi_slopes": slopes.float(), "sink": sink, "layout": layout, "causal": True}
+        options = {"seqused_k": used, "bias": bias, "alibi_slopes": slopes.float(), "sink": sink, "layout": layout, "causal": True}
         return cupyflash.attention(q, k, v, **options, return_lse=True)[:2]
 
     same(torch.vmap(function, in_dims)(*tensors), one_by_one(function, in_dims, tensors), 1e-13)
