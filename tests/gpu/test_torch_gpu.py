@@ -1,5 +1,5 @@
-"""cupyflash.torch on a GPU: gradients, compiled code, CUDA graphs, streams, torch's own calls. `python tests/gpu/test_torch_gpu.py` prints host
-times of its ways to a kernel, for bench/NOTES.md."""
+"""cupyflash.torch on a GPU: gradients, compiled code, CUDA graphs, streams, torch's own calls. `PYTHONPATH=. python
+tests/gpu/test_torch_gpu.py` prints host times of its ways to a kernel, for bench/NOTES.md."""
 
 from __future__ import annotations
 
@@ -99,9 +99,10 @@ def test_nothing_of_size_sq_x_sk_is_kept() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ours.attention(*tensors, causal=True).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * 8192 * 8192 // 4  # a quarter of the scores in two bytes
+    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * 8192 * 8192 // 4  # an eighth of the scores in two bytes
 
 
+@pytest.mark.filterwarnings("ignore")  # of what inductor imports, and of settings that would be faster
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_code_computes_the_same(backend: str) -> None:
     def model(q: Any, k: Any, v: Any) -> Any:
@@ -117,6 +118,7 @@ def test_compiled_code_computes_the_same(backend: str) -> None:
         close([got, *torch.autograd.grad(got, tensors)], [want, *torch.autograd.grad(want, tensors)], torch.float16)
 
 
+@pytest.mark.filterwarnings("ignore")  # of what inductor imports, and of settings that would be faster
 def test_compiled_into_a_cuda_graph() -> None:
     torch._dynamo.reset()
 
@@ -230,6 +232,7 @@ def test_sdpa_is_torchs(seqlen_q: int, seqlen_k: int) -> None:
     close([got, *grads[0]], [want, *grads[1]], torch.float16)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Oo]verriding a previously registered kernel")  # which is what it is for
 def test_torchs_own_calls_after_activate(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         with pytest.raises(UnsupportedError, match="has no hook"):

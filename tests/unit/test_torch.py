@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import inspect
 import itertools
 import math
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; pip insta
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import cupyflash  # noqa: E402
@@ -245,6 +246,16 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.gradgradcheck(ours.attention, (q, k, v))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # which torch's own forward mode says
+def test_forward_mode_is_refused() -> None:
+    q, k, v = qkv(grad=False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(UnsupportedError, match="a tensor has a tangent: forward-mode derivatives are not built"):
+            ours.attention(dual, k, v)
+        assert torch.equal(ours.attention(q, k, v), cupyflash.attention(q, k, v))
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +317,8 @@ def test_import() -> None:
     missing = "import sys; sys.modules['torch'] = None\ntry:\n  import cupyflash.torch\nexcept ImportError as e: print(type(e).__name__, e)"
     assert run_fresh(missing) == "SetupError cupyflash.torch needs PyTorch: pip install torch"
     assert run_fresh("import sys, cupyflash.torch; print('torch._dynamo' in sys.modules)") == "False"  # two seconds
+    compiled = "import torch, cupyflash; f = torch.compile(lambda q: cupyflash.attention(q, q, q) * 2, fullgraph=True, backend='eager')"
+    assert run_fresh(f"{compiled}; print(tuple(f(torch.ones(1, 4, 2, 8)).shape))") == "(1, 4, 2, 8)"
 
 
 def test_examples() -> None:
@@ -437,7 +450,7 @@ def test_kf_126_compiled_calls_over_a_cache(new: bool, scale: Any) -> None:
     def model(q: Any, k_cache: Any, v_cache: Any, options: dict[str, Any]) -> Any:
         return cupyflash.attention_with_kvcache(q, k_cache, v_cache, **options) * 1
 
-    given = cached(new=new)
+    given = cached(new=new) | {"causal": scale is not None}
     if scale is not None:
         given |= {name: (given[name] * 2).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
         scales = [torch.rand(scale) + 0.5 if isinstance(scale, tuple) else scale for _ in "kv"]
@@ -485,6 +498,12 @@ def test_errors_in_compiled_code() -> None:
         partly(q, k, v, stream=1)
     with pytest.raises(ArgumentError, match="window_size=3 "):
         partly(q, k, v, window_size=3)
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2, 5, 4, 8)
+        with pytest.raises(ShapeError, match=r"q has shape \(5, 4\)"):
+            ours.attention(fake[0, :, :, 0], fake, fake)
+        with pytest.raises(ArgumentError, match="layout='bsdh' is unknown"):
+            ours.attention(fake, fake, fake, layout="bsdh")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # which inductor's own import says
@@ -526,6 +545,22 @@ def test_checkpoints(use_reentrant: bool, fast: bool) -> None:
     tensors = qkv()
     (compiled(model)[0] if fast else model)(*tensors).backward()
     same([x.grad for x in tensors], torch.autograd.grad(block(*tensors).sum(), tensors), 1e-13)
+
+
+def test_selective_checkpoints_see_the_operator() -> None:
+    seen: list[str] = []
+
+    def policy(_: Any, operator: Any, *args: Any, **options: Any) -> Any:
+        seen.append(str(operator))
+        return CheckpointPolicy.MUST_SAVE if "cupyflash" in str(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(*tensors: Any) -> Any:
+        return ours.attention(*tensors, causal=True).sin().sum()
+
+    tensors, contexts = qkv(), functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(block, *tensors, use_reentrant=False, context_fn=contexts).backward()
+    same([x.grad for x in tensors], torch.autograd.grad(block(*tensors), tensors))
+    assert "cupyflash.attention.default" in seen
 
 
 # --- autocast ----------------------------------------------------------------------------------------------------------------------------
@@ -585,8 +620,10 @@ def test_vmap(layout: str, batched: bool, in_dims: tuple[Any, ...]) -> None:
     tensors.append(make({"b": 2, "h": 4, "s": 5, "t": 7}, "bhst" if in_dims[3] == 0 else "hst", in_dims[3]))
     tensors += [make({"h": 4}, "h", axis).abs() for axis in in_dims[4:]]
 
+    used = offsets(3, 7) if batched else offsets(4)
+
     def function(q: Any, k: Any, v: Any, bias: Any, slopes: Any, sink: Any) -> Any:
-        options = {"bias": bias, "alibi_slopes": slopes.float(), "sink": sink, "layout": layout, "causal": True}
+        options = {"seqused_k": used, "bias": bias, "alibi_slopes": slopes.float(), "sink": sink, "layout": layout, "causal": True}
         return cupyflash.attention(q, k, v, **options, return_lse=True)[:2]
 
     same(torch.vmap(function, in_dims)(*tensors), one_by_one(function, in_dims, tensors), 1e-13)
@@ -794,6 +831,8 @@ def test_kf_119_a_flop_counter_counts_the_visible_pairs(causal: bool) -> None:
     pairs = 256 * 257 // 2 if causal else 256 * 256
     assert flops(lambda: ours.attention(q.detach(), k.detach(), v.detach(), causal=causal)) == 4 * 16 * 2 * pairs
     assert flops(lambda: ours.attention(q, k, v, causal=causal).sum().backward()) == (4 + 10) * 16 * 2 * pairs
+    total = ours.attention(q, k, v, causal=causal).sum()
+    assert flops(total.backward) == 10 * 16 * 2 * pairs
 
 
 def test_kf_120_a_flop_counter_counts_query_heads() -> None:
