@@ -69,14 +69,14 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
 
 
 def _has_few_rows(p: AttentionProblem, device: DeviceSpec) -> bool:
-    """Whether `decode` is sooner done than tiles with rows of one query head: where heads of a group have a tile together, 1.0 to 2.4 times
-    as soon, or where there are too few tiles for all SMs, up to 10 times. Elsewhere tiles are, by up to 6 times (bench/NOTES.md)."""
+    """Whether `decode` is sooner done than tiles with rows of one query head: by up to 10 times where there are too few tiles for all SMs, by
+    up to 2.4 where the heads of a group have a tile together, by 1.03 to 1.2 with four rows. Elsewhere tiles are, by up to 6 times
+    (bench/NOTES.md)."""
     if p.packed or 0 in (p.seqlen_k, p.num_heads_kv) or not _decodes(p, device):
         return False
     group = p.num_heads_q // p.num_heads_kv
-    tiles = p.batch * p.num_heads_q * _ceil_div(p.seqlen_q, 128)
-    few_tiles = 2 * tiles <= device.num_sms and p.seqlen_k >= 512
-    return group * p.seqlen_q <= (64 if few_tiles else 16 if group > 1 else 0)
+    few_tiles = 2 * p.batch * p.num_heads_q * _ceil_div(p.seqlen_q, 128) <= device.num_sms
+    return group * p.seqlen_q <= (64 if few_tiles else 16 if group > 1 else 4)
 
 
 def _on_host(p: AttentionProblem) -> Plan:

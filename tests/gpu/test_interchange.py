@@ -21,7 +21,7 @@ from on_gpu import LIBRARIES, TORCH, Move  # noqa: E402
 from test_arrays import NO_JAX, DLManagedTensor, DLTensor  # noqa: E402
 
 import cupyflash  # noqa: E402
-from cupyflash import ArgumentError, UnsupportedError  # noqa: E402
+from cupyflash import ArgumentError  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

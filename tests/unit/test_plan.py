@@ -179,9 +179,9 @@ def test_few_rows_are_decoded_where_tiles_would_leave_the_gpu_idle() -> None:
         return plan.forward(problem(**heads | fields), KNOWN["90a"]).steps[-1].variant.family.removesuffix("_cluster")
 
     assert family() == family(batch=64) == family(seqlen_q=1) == "decode"
-    assert family(seqlen_q=16) == "decode"  # 64 rows of one tile, and 32 tiles for 132 SMs
-    assert family(seqlen_q=17) == family(batch=64, seqlen_q=5) == family(batch=64, num_heads_q=8) == "fwd_sm90"
-    assert family(seqlen_q=16, seqlen_k=256) == family(seqlen_k=0) == family(mask=True) == "fwd_sm90"
+    assert family(seqlen_q=16) == family(batch=64, num_heads_q=8) == "decode"  # 64 rows of one tile, and 32 tiles for 132 SMs; four rows
+    assert family(seqlen_q=17) == family(batch=64, seqlen_q=5) == family(batch=64, num_heads_q=8, seqlen_q=5) == "fwd_sm90"
+    assert family(seqlen_k=0) == family(mask=True) == "fwd_sm90"
     assert plan.forward(problem(batch=1, seqlen_q=1, dtype="float32"), KNOWN["90a"]).steps[0].variant.family == "fwd_simple"
 
 
