@@ -278,26 +278,39 @@ def _read_cuda_interface(array: Any, name: str) -> Array:
     return _read_cupy(_import_cupy(name).asarray(array), name)
 
 
-# Fields of struct DLTensor: data 0, device 8, ndim 16, dtype 20 (code, bits, lanes), shape 24, strides 32. In a versioned capsule it
-# stands behind version, manager, deleter and flags.
+# Fields of struct DLTensor: data 0, device 8, ndim 16, dtype 20 (code, bits, lanes), shape 24, strides 32, byte_offset 40. In a versioned
+# capsule it stands behind version, manager, deleter and flags.
 _DLPACK_FORMS = ((b"dltensor_versioned", 32), (b"dltensor", 0))
-_DLPACK_DTYPE = 20
+_DLPACK_DTYPE, _DLPACK_OFFSET = 20, 40
 _BFLOAT16 = bytes((4, 16, 1, 0))
 _UINT16 = bytes((1, 16, 1, 0))
 
 
-def _take_bfloat16_bits(capsule: Any) -> bool:
-    """NumPy refuses bfloat16 capsules, so name the elements uint16 in place; say whether that was needed."""
+def _dl_tensor(capsule: Any) -> int:
+    """The address of a capsule's DLTensor; 0 of one that is used up."""
     is_valid, get_pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
     is_valid.argtypes = get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     is_valid.restype, get_pointer.restype = ctypes.c_int, ctypes.c_void_p
     for capsule_name, tensor in _DLPACK_FORMS:
         if is_valid(capsule, capsule_name):
-            field = get_pointer(capsule, capsule_name) + tensor + _DLPACK_DTYPE
-            if ctypes.string_at(field, 4) == _BFLOAT16:
-                ctypes.memmove(field, _UINT16, 4)
-                return True
+            return int(get_pointer(capsule, capsule_name)) + tensor
+    return 0
+
+
+def _take_bfloat16_bits(capsule: Any) -> bool:
+    """NumPy refuses bfloat16 capsules, so name the elements uint16 in place; say whether that was needed."""
+    tensor = _dl_tensor(capsule)
+    if tensor and ctypes.string_at(tensor + _DLPACK_DTYPE, 4) == _BFLOAT16:
+        ctypes.memmove(tensor + _DLPACK_DTYPE, _UINT16, 4)
+        return True
     return False
+
+
+def dlpack_address(array: Any) -> int:
+    """Where the first element of a DLPack exporter's array lies, while the array lives."""
+    capsule = array.__dlpack__(max_version=(1, 0))
+    tensor = _dl_tensor(capsule)
+    return ctypes.c_uint64.from_address(tensor).value + ctypes.c_uint64.from_address(tensor + _DLPACK_OFFSET).value
 
 
 def _import_cupy(name: str) -> Any:

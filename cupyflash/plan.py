@@ -69,9 +69,8 @@ def forward(problem: AttentionProblem, device: DeviceSpec) -> Plan:
 
 
 def _has_few_rows(p: AttentionProblem, device: DeviceSpec) -> bool:
-    """Whether `decode` is sooner done than tiles with rows of one query head: by up to 10 times where there are too few tiles for all SMs, by
-    up to 2.4 where the heads of a group have a tile together, by 1.03 to 1.2 with four rows. Elsewhere tiles are, by up to 6 times
-    (bench/NOTES.md)."""
+    """Whether `decode` is sooner done than tiles with rows of one query head: up to 10 times as soon where there are too few tiles for all
+    SMs, 2.4 where the heads of a group have a tile together, 1.2 with four rows. Elsewhere tiles are, up to 6 times (bench/NOTES.md)."""
     if p.packed or 0 in (p.seqlen_k, p.num_heads_kv) or not _decodes(p, device):
         return False
     group = p.num_heads_q // p.num_heads_kv

@@ -8,6 +8,7 @@ Where torch has to see the call (torch.compile, torch.export, fake tensors, torc
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def attention(
         "softcap": softcap,
         "layout": layout,
     }
-    return _attend(api.attention, (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
+    return _attend("attention", (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
 
 
 @entry
@@ -164,7 +165,7 @@ def attention_varlen(
         return _over_cache("attention_paged", api.attention_varlen, given, options)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v, _ = _autocast(q, k, v, None)
-    return _attend(api.attention_varlen, (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
+    return _attend("attention_varlen", (q, k, v), given, options, out, out_dtype, return_lse, deterministic, stream)
 
 
 @entry
@@ -401,7 +402,7 @@ def _autocast(*tensors: Any) -> list[Any]:
 
 
 def _attend(
-    function: Callable[..., Any],
+    name: str,
     qkv: tuple[Any, Any, Any],
     given: dict[str, Any],
     options: dict[str, Any],
@@ -411,9 +412,9 @@ def _attend(
     deterministic: bool | None,
     stream: Any,
 ) -> Any:
-    given = {name: x for name, x in given.items() if x is not None}
+    given = {argument: x for argument, x in given.items() if x is not None}
     tensors = (*qkv, *given.values())
-    is_seen = _is_seen(*tensors)
+    is_seen, function = _is_seen(*tensors), getattr(api, name)
     if not (is_seen or _requires_grad(*tensors, out)):
         return function(*qkv, **given, **options, out=out, out_dtype=out_dtype, return_lse=return_lse, stream=stream)
     _refuse(out=out, stream=stream)
@@ -421,11 +422,11 @@ def _attend(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if is_seen:
         options |= {"out_dtype": out_dtype, "deterministic": deterministic}
-        result, lse = _operate(function.__name__, {**dict(zip("qkv", qkv, strict=True)), **given}, options)
+        result, lse = _operate(name, {**dict(zip("qkv", qkv, strict=True)), **given}, options)
     else:
-        for name, x in given.items():
+        for argument, x in given.items():
             if isinstance(x, np.ndarray):
-                given[name] = arrays.vector(x, arrays.view(qkv[0].detach(), "q"), name)
+                given[argument] = arrays.vector(x, arrays.view(qkv[0].detach(), "q"), argument)
         result, lse = _apply(_Call(function, (*"qkv", *given), options, out_dtype, deterministic), *qkv, *given.values())
     return AttentionResult(result, lse) if return_lse else result
 
@@ -864,14 +865,16 @@ class _Override:
 
     def __init__(self) -> None:
         self.library = _Library("aten", "IMPL", "CUDA")
-        for function in (
-            _flash_attention_forward,
-            _flash_attention_forward_no_dropout_inplace,
-            _flash_attention_backward,
-            _scaled_dot_product_flash_attention,
-            _scaled_dot_product_flash_attention_backward,
-        ):
-            self.library.impl(function.__name__, torch.no_grad()(function), "CUDA")
+        with warnings.catch_warnings():  # torch tells that its kernels are overridden, which is what was asked for
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for function in (
+                _flash_attention_forward,
+                _flash_attention_forward_no_dropout_inplace,
+                _flash_attention_backward,
+                _scaled_dot_product_flash_attention,
+                _scaled_dot_product_flash_attention_backward,
+            ):
+                self.library.impl(function.__name__, torch.no_grad()(function), "CUDA")
 
     def remove(self) -> None:
         self.library = None

@@ -276,14 +276,16 @@ struct KeyStream {
   const Segment<C>& g;
   typename Smem<C>::Stage (&stages)[C::kStages];
   const Element *gK, *gV;  // where the head begins; not of pages, where the lane's first rows of the next copy do
-  int page;  // of the next copy, as the table has it, which is read a step ahead: of its first key, or, of small pages, of the lane's own
+  // Of small pages a lane knows those of its own keys: of every 32nd.
+  static constexpr int kOwnKeys = C::kWholePages || C::kBlockN < 32 ? 1 : C::kBlockN / 32;
+  int pages[kOwnKeys];  // of the next copy, as the table has them, which is read a step ahead: of its first key, or of the lane's own
 
   __device__ KeyStream(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Smem<C>& smem)
       : p(p), e(e), g(g), stages(smem.stages[threadIdx.x / 32]) {
     gK = static_cast<const Element*>(p.k) + g.h_kv * p.k_stride_head;
     gV = static_cast<const Element*>(p.v) + g.h_kv * p.v_stride_head;
     if constexpr (C::kPaged) {
-      page = page_at(g.unit);
+      look_up(g.unit);
     } else {
       const long long key = keys_before<C>(e.s) + key_of(g.unit);
       gK += (C::kPacked ? 0 : g.b) * p.k_stride_batch + (key + threadIdx.x % 32 / CopyK::kLanes) * p.k_stride_seq;
@@ -293,32 +295,43 @@ struct KeyStream {
   __device__ int key_of(int unit) const { return unit * Extent<C>::kUnit + threadIdx.x / 32 * C::kBlockN; }
   __device__ const typename Smem<C>::Stage& stage(int unit) const { return stages[(unit - g.unit) % C::kStages]; }
   __device__ bool exists(int key) const { return key >= e.keys.first && key < e.keys.last; }
-  // The key of which the lane knows the page.
-  __device__ int own_key(int unit) const { return key_of(unit) + (C::kWholePages ? 0 : threadIdx.x % C::kBlockN); }
-  __device__ int page_at(int unit) const {
-    const int key = own_key(unit);
-    return key + (C::kWholePages ? C::kBlockN - 1 : 0) >= e.keys.first && key < e.keys.last ? page_of(p, g.b, key) : 0;
+  __device__ int own_key(int unit, int n) const {
+    return key_of(unit) + (C::kWholePages ? 0 : 32 * n + threadIdx.x % (C::kBlockN < 32 ? C::kBlockN : 32));
+  }
+  __device__ void look_up(int unit) {
+#pragma unroll
+    for (int n = 0; n < kOwnKeys; ++n) {
+      const int key = own_key(unit, n);
+      pages[n] = key + (C::kWholePages ? C::kBlockN - 1 : 0) >= e.keys.first && key < e.keys.last ? page_of(p, g.b, key) : 0;
+    }
   }
   __device__ void load(int unit) {
     if (unit < g.last_unit) {
       auto& to = stages[(unit - g.unit) % C::kStages];
       const int key = key_of(unit);
-      const Element *nowK = gK, *nowV = gV;
+      const Element *nowK[kOwnKeys], *nowV[kOwnKeys];
+#pragma unroll
+      for (int n = 0; n < kOwnKeys; ++n) {
+        nowK[n] = gK, nowV[n] = gV;
+        if constexpr (C::kPaged) {
+          const int of = clamp(pages[n], 0, p.num_pages - 1), slot = slot_in_page(p, own_key(unit, n)), lane = threadIdx.x % 32;
+          nowK[n] += of * p.k_stride_batch + (slot + (C::kWholePages ? lane / CopyK::kLanes : 0)) * p.k_stride_seq;
+          nowV[n] += of * p.v_stride_batch + (slot + (C::kWholePages ? lane / CopyV::kLanes : 0)) * p.v_stride_seq;
+        }
+      }
       if constexpr (C::kPaged) {
-        const int of = clamp(page, 0, p.num_pages - 1), slot = slot_in_page(p, own_key(unit)), lane = threadIdx.x % 32;
-        nowK += of * p.k_stride_batch + (slot + (C::kWholePages ? lane / CopyK::kLanes : 0)) * p.k_stride_seq;
-        nowV += of * p.v_stride_batch + (slot + (C::kWholePages ? lane / CopyV::kLanes : 0)) * p.v_stride_seq;
-        page = page_at(unit + 1);
+        look_up(unit + 1);
       } else {
         gK += Extent<C>::kUnit * p.k_stride_seq;
         gV += Extent<C>::kUnit * p.v_stride_seq;
       }
-      auto row_at = [&](const Element* now, long long stride, int n, int row, int rows) {
+      auto row_at = [&](const Element*(&now)[kOwnKeys], long long stride, int n, int row, int rows) {
         const Element* from;
         if constexpr (C::kPaged && !C::kWholePages) {
-          from = reinterpret_cast<const Element*>(__shfl_sync(kWarp, reinterpret_cast<unsigned long long>(now), row % C::kBlockN));
+          const auto own = reinterpret_cast<unsigned long long>(now[kOwnKeys > 1 ? n * rows / 32 : 0]);
+          from = reinterpret_cast<const Element*>(__shfl_sync(kWarp, own, row % C::kBlockN));  // which counts lanes modulo 32
         } else {
-          from = now + n * rows * stride;
+          from = now[0] + n * rows * stride;
         }
         return exists(key + row) ? from : nullptr;
       };

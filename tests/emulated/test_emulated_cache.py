@@ -164,6 +164,20 @@ def test_numbers_of_few_bits(cache_dtype: Any, dtype: Any, rng: np.random.Genera
     cupyflash.attention_with_kvcache(q, *caches, cache_seqlens=calls.vector(0), k_new=new, v_new=new, **scales)
 
 
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (64, 24), (64, 64), (128, 16)])
+def test_bytes_in_small_pages(head_dim: int, page_size: int, rng: np.random.Generator) -> None:
+    """A warp takes more keys at a time than it has lanes: each lane knows more than one page."""
+    q = rng.standard_normal((2, 1, 8, head_dim)).astype(ml_dtypes.bfloat16)
+    table = rng.permutation(20).reshape(2, 10).astype(np.int32)
+    k_cache, v_cache = rng.integers(-127, 128, (2, 20, page_size, 2, head_dim)).astype(np.int8)
+    options: dict[str, Any] = {"cache_seqlens": np.array([10 * page_size - 5, 37], np.int32), "page_table": table}
+    options |= {"k_descale": 0.01, "v_descale": 0.01}
+    out = cupyflash.attention_with_kvcache(q, k_cache, v_cache, **options)
+    assert emulator.ran[-1].startswith("decode")
+    expected = over_cache(q, k_cache, v_cache, **options)
+    np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=8e-3)  # an ulp of what lies in [1, 2)
+
+
 def test_tables_of_any_rows_and_small_vectors_of_any_strides(rng: np.random.Generator) -> None:
     """Rows of a wider table, every other length, tables of a wider array, scales of a wider one."""
     wide = rng.permutation(24).reshape(3, 8).astype(np.int32)

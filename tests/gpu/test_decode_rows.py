@@ -22,7 +22,10 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 PRIME = 1009
-CACHES: tuple[dict[str, Any], ...] = ({}, {"page_size": 32}, {"page_size": 24}, {"cache_dtype": "int8"}, {"cache_dtype": "float8_e4m3fn"})
+CACHES: tuple[dict[str, Any], ...] = (
+    *({}, {"page_size": 32}, {"page_size": 24}, {"cache_dtype": "int8"}, {"cache_dtype": "float8_e4m3fn"}),
+    *({"page_size": size, "cache_dtype": dtype} for size, dtype in ((24, "int8"), (64, "int8"), (16, "float8_e4m3fn"))),
+)
 SPLITS: tuple[dict[str, Any], ...] = ({}, {"num_splits": 3}, {"split_size": 200})
 OPTIONS: tuple[tuple[str, ...], ...] = ((), ("causal",), ("window_size", "sink"), ("softcap", "alibi_slopes"))
 EACH_ROW = [

@@ -110,7 +110,7 @@ def test_forward_and_gradients_under_jit(rng: np.random.Generator, dtype: str, w
     out = jax.jit(lambda x: call(x | {n: o for n, o in there.items() if n not in x}))(wanted(there))
     exact = np.dtype(given["q"].dtype)
     judge(out, call(given, reference.attention), call(given, standard_attention, dtype=exact)[0], dtype=exact, name=which)
-    dout = np.asarray(jnp.asarray(rng.standard_normal(out.shape), dtype))
+    dout = np.asarray(jnp.asarray(rng.standard_normal(out.shape) / 4, dtype))  # a slope's gradient adds up all of it, and is near 0
     grads = jax.jit(gradients(there, dout))(wanted(there))
     arrays, rest = [given[n] for n in "qkv"], {n: x for n, x in given.items() if n not in "qkv"}
     expected = reference.attention_backward(dout, *arrays, **rest)

@@ -74,7 +74,7 @@ def close(got: Any, want: Any, bound: float = 1e-11) -> None:
 
 def gradients(results: Any, inputs: list[Any]) -> Any:
     """Of a sum that weighs out and lse by numbers of their own."""
-    total = sum((x * normal(*x.shape, seed=9)).sum() for x in results)
+    total = sum((x * normal(*x.shape, seed=9).to(x.device)).sum() for x in results)
     return torch.autograd.grad(total, inputs)
 
 
