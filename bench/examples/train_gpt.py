@@ -5,7 +5,7 @@
         --attention NAME...   which to train with: cupyflash, flash, efficient, math; the last three are backends of torch's SDPA
         --steps N             200 by default
         --compile             torch.compile the model
-        --no-deterministic    dq may be added up in any order, which is faster, and no run repeats another bit by bit
+        --deterministic       no run of cupyflash differs from another by a bit, at a cost: dq is computed by a kernel of its own
         --json                one JSON object in place of the table
         --png FILE            draw the losses (pip install 'cupyflash[plot]')
 
@@ -24,7 +24,6 @@ import importlib.util
 import json
 import os
 import pydoc_data.topics
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Attention = Callable[[Any, Any, Any], Any]  # q (B, T, Hq, D), k and v (B, T, Hkv, D) -> (B, T, Hq, D), causal
 
 HEAD_DIM = 64
-WARMUP = 10  # steps that are not timed, if there are twice as many
+WARMUP = 40  # steps in which the learning rate rises, and which are not timed, if there are twice as many
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 
@@ -134,28 +133,38 @@ def rows(config: Config, steps: int, seed: int) -> Iterator[tuple[Any, Any]]:
 @dataclass
 class Run:
     losses: list[float]
-    step_ms: float  # the median
+    step_ms: float  # the mean of those after the first
 
 
 def train(config: Config, attention: Attention, *, steps: int, seed: int = 0, device: str = "cpu", compiled: bool = False) -> Run:
     torch.manual_seed(seed)
     model: Any = GPT(config, attention).to(device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, start_factor=1 / WARMUP, total_iters=WARMUP)
     forward = torch.compile(model) if compiled else model
-    losses, times = [], []
-    for tokens, targets in rows(config, steps, seed):
-        start = time.perf_counter()
+    data = [(tokens.to(device), targets.to(device)) for tokens, targets in rows(config, steps, seed)]
+    losses: list[Any] = []
+    untimed = WARMUP if steps >= 2 * WARMUP else 0
+    start = time.perf_counter()
+    for n, (tokens, targets) in enumerate(data):
+        if n == untimed:  # from here on the host waits for nothing
+            start = now(device)
         with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
-            loss = forward(tokens.to(device), targets.to(device))
+            loss = forward(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
-        losses.append(loss.item())  # waits for the forward
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return Run(losses, statistics.median(times[WARMUP if steps >= 2 * WARMUP else 0 :]) * 1e3)
+        schedule.step()
+        losses.append(loss.detach())
+    return Run(torch.stack(losses).tolist(), (now(device) - start) / (steps - untimed) * 1e3)
+
+
+def now(device: str) -> float:
+    """Seconds, when all that was queued is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def difference(a: Run, b: Run) -> float:
@@ -184,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default=device)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="every run repeats bit by bit")
+    parser.add_argument("--deterministic", action="store_true", help="runs of cupyflash repeat bit by bit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the losses")
     asked = parser.parse_args(arguments)
