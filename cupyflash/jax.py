@@ -32,9 +32,9 @@ try:
 except ImportError as e:
     raise SetupError("cupyflash.jax needs JAX 0.6.1 or newer: pip install -U jax (for a GPU 'jax[cuda13]' or 'jax[cuda12]')") from e
 
-# Whether XLA may record calls into its CUDA graphs (command buffers), whose replays run no Python: a quarter of the time on the host, and
-# still experimental in XLA, hence off. What it is when a call is traced counts.
-command_buffers = False
+# Whether XLA may record calls into its CUDA graphs (command buffers), whose replays run no Python: of 360 calls in a training of 45 steps on an
+# H200 58 were made, and a call takes 14 us of host time over an empty one, not 30. What it is when a call is traced counts.
+command_buffers = True
 
 
 @entry

@@ -652,7 +652,7 @@ def test_concrete_arrays_of_a_cpu_need_no_callback(rng: np.random.Generator, mon
 
 
 def test_command_buffers_are_asked_for_by_the_setting(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not subject.command_buffers
+    assert subject.command_buffers
     seen: list[Any] = []
     whole = subject.buffer_callback
     monkeypatch.setattr(subject, "buffer_callback", lambda *a, **o: (seen.append(o["command_buffer_compatible"]), whole(*a, **o))[1])
