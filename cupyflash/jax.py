@@ -32,8 +32,8 @@ try:
 except ImportError as e:
     raise SetupError("cupyflash.jax needs JAX 0.6.1 or newer: pip install -U jax (for a GPU 'jax[cuda13]' or 'jax[cuda12]')") from e
 
-# Whether XLA may record calls into its CUDA graphs (command buffers), whose replays run no Python: of 360 calls in a training of 45 steps on an
-# H200 58 were made, and a call takes 14 us of host time over an empty one, not 30. What it is when a call is traced counts.
+# Whether XLA may record calls into its CUDA graphs (command buffers), whose replays run no Python: of 360 calls in a training of 45 steps
+# on an H200 58 were made, and a call takes 14 us of host time over an empty one, not 30. What it is when a call is traced counts.
 command_buffers = True
 
 
@@ -506,8 +506,8 @@ def _callback(
             stream, device_id, address = 0, HOST, _address_on_host
         else:
             stream, address = ctx.stream, _address_on_gpu
-        read = [XlaArray(x, address(x), *what, device_id) for x, what in zip(inputs, given, strict=True)]
-        taken = [XlaArray(x, address(x), *what, device_id) for x, what in zip(outputs, made, strict=True)]
+        read = [XlaArray(x, address(x, what[1]), *what, device_id) for x, what in zip(inputs, given, strict=True)]
+        taken = [XlaArray(x, address(x, what[1]), *what, device_id) for x, what in zip(outputs, made, strict=True)]
         for n, array in zip(written, taken[len(taken) - len(written) :], strict=True):
             read[n] = array
         arrays.in_xla(call, read, taken, stream)
@@ -515,12 +515,12 @@ def _callback(
     return on_buffers
 
 
-def _address_on_host(buffer: Any) -> int:
+def _address_on_host(buffer: Any, dtype: Any) -> int:
     return int(np.asarray(buffer).ctypes.data)
 
 
-def _address_on_gpu(buffer: Any) -> int:
-    if buffer.dtype.itemsize == 1 and buffer.dtype.kind == "V":  # float8, which is not in the other protocol
+def _address_on_gpu(buffer: Any, dtype: Any) -> int:
+    if dtype.kind == "V" and dtype.itemsize == 1:  # float8, which is not in the other protocol
         return arrays.dlpack_address(buffer)
     address: int = buffer.__cuda_array_interface__["data"][0]  # 0.75 us; a DLPack capsule takes 3.4
     return address
