@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
-from bench import check, cli, gpu, kernels, peers, timing
+from bench import check, cli, gpu, host, kernels, peers, timing
 from bench.cases import CacheCase, Case, check_suite
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch and the peers have warnings of their own
@@ -271,3 +271,14 @@ def test_check_on_the_gpu(monkeypatch):
     result = run("check")
     assert "FAIL" not in result.stdout
     assert result.stdout.count("PASS") == len(few)
+
+
+def test_host_times(tmp_path):
+    """Of all frameworks that are there; how long is for bench/results to say."""
+    file = tmp_path / "host.jsonl"
+    found = CliRunner().invoke(host.main, ["--json", str(file)], catch_exceptions=False)
+    environment, *lines = map(json.loads, file.read_text().splitlines())
+    assert environment["devices"]
+    assert [line["call"] for line in lines][:2] == ["cupy: attention", "cupy: attention, out="]
+    assert all(1 < line["us"] < 10_000 for line in lines)
+    assert len(found.output.splitlines()) == len(lines)

@@ -4,9 +4,6 @@ tests/gpu/test_torch_gpu.py` prints host times of its ways to a kernel, for benc
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -268,46 +265,3 @@ def test_a_small_training_goes_as_with_torchs_own_attention() -> None:
     mine, first, second = (train_gpt.train(config, x, steps=20, device="cuda") for x in (train_gpt.flash_attention, flash, math_))
     assert mine.losses[-1] < mine.losses[0] - 1
     assert train_gpt.difference(mine, first) < 10 * train_gpt.difference(first, second) + 1e-3
-
-
-def median_us(function: Callable[[], Any], count: int = 300) -> float:
-    """Host time of a call, with a queue that never fills."""
-    for _ in range(20):
-        function()
-    times = []
-    for n in range(count):
-        if n % 50 == 0:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
-
-
-def host_times() -> None:
-    q, k, v = (randn(1, 128, 4, 64, dtype=torch.bfloat16, grad=False) for _ in "qkv")
-    p, r, s = (x.clone().requires_grad_() for x in (q, k, v))
-    heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    arguments = ours._canonical({"causal": True, "window_size": None, "layout": "bshd", "deterministic": False})
-    dense = [(arguments | {"q": q, "k": k, "v": v}).get(name) for name in ours._ARGUMENTS["attention"]]
-    out = ours.attention(p, r, s, causal=True)
-    dout = torch.ones_like(out)
-    torch_out = torch_sdpa(*heads_first, is_causal=True)
-    torch_dout = torch.ones_like(torch_out)
-    ways: dict[str, Callable[[], Any]] = {
-        "cupyflash.attention, no gradient": lambda: cupyflash.attention(q, k, v, causal=True),
-        "cupyflash.torch.attention, no gradient": lambda: ours.attention(q, k, v, causal=True),
-        "torch.ops.cupyflash.attention, no gradient": lambda: torch.ops.cupyflash.attention.default(*dense),
-        "cupyflash.torch.attention, with gradient": lambda: ours.attention(p, r, s, causal=True),
-        "cupyflash.attention, landing there": lambda: cupyflash.attention(p, r, s, causal=True),
-        "torch SDPA, with gradient": lambda: torch_sdpa(*heads_first, is_causal=True),
-        "backward": lambda: torch.autograd.grad(out, (p, r, s), dout, retain_graph=True),
-        "backward of torch SDPA": lambda: torch.autograd.grad(torch_out, heads_first, torch_dout, retain_graph=True),
-    }
-    for name, way in ways.items():
-        print(f"{name:<46} {median_us(way):6.1f} us")  # noqa: T201
-
-
-if __name__ == "__main__":
-    host_times()
