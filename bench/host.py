@@ -59,15 +59,15 @@ def of_cupy() -> Ways:
 
 def of_torch() -> Ways:
     import torch
-    from torch.nn.functional import scaled_dot_product_attention
 
     import cupyflash.torch as ours
 
+    sdpa: Any = torch.nn.functional.scaled_dot_product_attention
     q, k, v = (torch.ones(SHAPE, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
     x = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     y = [tensor.detach().requires_grad_() for tensor in heads_first]
-    out, torchs = ours.attention(*x, causal=True), scaled_dot_product_attention(*y, is_causal=True)
+    out, torchs = ours.attention(*x, causal=True), sdpa(*y, is_causal=True)
     dout, dtorchs = torch.ones_like(out), torch.ones_like(torchs)
 
     def wait(_: Any) -> None:
@@ -76,10 +76,10 @@ def of_torch() -> Ways:
     calls: dict[str, Callable[[], Any]] = {
         "attention": lambda: cupyflash.attention(q, k, v, causal=True),
         "cupyflash.torch.attention": lambda: ours.attention(q, k, v, causal=True),
-        "scaled_dot_product_attention of torch": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
+        "scaled_dot_product_attention of torch": lambda: sdpa(*heads_first, is_causal=True),
         "cupyflash.torch.attention, with gradient": lambda: ours.attention(*x, causal=True),
         "attention, with gradient": lambda: cupyflash.attention(*x, causal=True),
-        "scaled_dot_product_attention of torch, with gradient": lambda: scaled_dot_product_attention(*y, is_causal=True),
+        "scaled_dot_product_attention of torch, with gradient": lambda: sdpa(*y, is_causal=True),
         "backward of cupyflash.torch.attention": lambda: torch.autograd.grad(out, x, dout, retain_graph=True),
         "backward of scaled_dot_product_attention of torch": lambda: torch.autograd.grad(torchs, y, dtorchs, retain_graph=True),
     }
