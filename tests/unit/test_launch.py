@@ -128,7 +128,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return this
 
 
-def make(seqlen: int = 64, heads: int = 2) -> list[Array]:
+def make(seqlen: int = 96, heads: int = 2) -> list[Array]:
     return [Array((1, seqlen, heads, 64), np.float16) for _ in range(3)]
 
 
@@ -144,7 +144,7 @@ def test_a_launch_has_the_addresses_of_its_call(gpu: Gpu) -> None:
     q, k, v = make()
     out = cupyflash.attention(q, k, v)
     lse = cupyflash.attention(q, k, v, return_lse=True).lse
-    mask, target = Array((64, 64), np.bool_), Array((1, 64, 2, 64), np.float16)
+    mask, target = Array((96, 96), np.bool_), Array((1, 96, 2, 64), np.float16)
     assert cupyflash.attention(q, k, v, mask=mask, out=target) is target
     plain, with_lse, with_mask = (call.packed for call in gpu.launches)
     for packed in (plain, with_lse, with_mask):
@@ -157,17 +157,17 @@ def test_a_launch_has_the_addresses_of_its_call(gpu: Gpu) -> None:
 
 
 def test_addresses_are_put_into_tensor_maps_once(gpu: Gpu) -> None:
-    inputs, others, target = make(), make(), Array((1, 64, 2, 64), np.float16)
+    inputs, others, target = make(), make(), Array((1, 96, 2, 64), np.float16)
     for arguments in (inputs, others, inputs, others):
         cupyflash.attention(*arguments, out=target)
     assert gpu.replaced == 8
     for call, arguments in zip(gpu.launches, (inputs, others, inputs, others), strict=True):
-        assert maps_of(call) == [(x.data.ptr, (64, 64, 2, 1)) for x in (*arguments, target)]
+        assert maps_of(call) == [(x.data.ptr, (64, 96, 2, 1)) for x in (*arguments, target)]
 
 
 def test_an_address_that_comes_back_with_another_shape_has_a_map_of_its_own(gpu: Gpu) -> None:
     memory, target = [alloc(1 << 16) for _ in range(3)], alloc(1 << 16)
-    for seqlen, heads in ((64, 2), (32, 4), (64, 2), (128, 1)):
+    for seqlen, heads in ((96, 2), (192, 1), (96, 2), (65, 3)):
         shape = (1, seqlen, heads, 64)
         cupyflash.attention(*(Array(shape, np.float16, m) for m in memory), out=Array(shape, np.float16, target))
         assert maps_of(gpu.launches[-1]) == [(m.ptr, (64, seqlen, heads, 1)) for m in (*memory, target)]
@@ -402,7 +402,7 @@ def launched(gpu: Gpu) -> Any:
 
 def test_threads_have_parameters_of_their_own(gpu: Gpu) -> None:
     """Calls of one kind and of two, in turn, with few addresses that recur and with ever new ones."""
-    inputs = [make(seqlen) for seqlen in (64, 96) for _ in range(4)]
+    inputs = [make(seqlen) for seqlen in (96, 128) for _ in range(4)]
     expected: dict[int, Any] = {x[0].data.ptr: (x[0].shape[1], [y.data.ptr for y in x]) for x in inputs}
     errors: list[Any] = []
 

@@ -241,7 +241,7 @@ def test_the_heads_of_a_causal_call_are_taken_so_that_blocks_get_equal_loads() -
 
 def test_more_tiles_than_a_kernel_can_count_are_refused() -> None:
     """Also where a block takes tile after tile, and the grid is small."""
-    many = problem(batch=1 << 20, num_heads_q=1 << 11, num_heads_kv=1 << 11, seqlen_q=1, seqlen_k=1)
+    many = problem(batch=1 << 20, num_heads_q=1 << 11, num_heads_kv=1 << 11, seqlen_q=5, seqlen_k=1)
     with pytest.raises(cupyflash.UnsupportedError, match=r"fwd_sm90.* would need 2147483648 blocks"):
         plan.forward(many, KNOWN["90a"])
     with pytest.raises(cupyflash.UnsupportedError, match=r"would need 2147483648 blocks"):
