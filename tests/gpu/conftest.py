@@ -120,6 +120,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         files = {name for name, _, _ in _collected}
         kept = {test: outcome for test, outcome in old.items() if test in _collected or test[0] not in files}
         text = json.dumps(now | {"date": date, "tests": nested(merged(kept, _outcomes))}, indent=1) + "\n"
+        text = re.sub(r"\n {3,}", "", text)  # a line a function
         file.seek(0)
         file.truncate()
         file.write(text)

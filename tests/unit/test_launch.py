@@ -149,7 +149,7 @@ def test_a_launch_has_the_addresses_of_its_call(gpu: Gpu) -> None:
     plain, with_lse, with_mask = (call.packed for call in gpu.launches)
     for packed in (plain, with_lse, with_mask):
         assert [packed[name] for name in ("q", "k", "v")] == [x.data.ptr for x in (q, k, v)]
-        assert [packed[name] for name in ("q_stride_seq", "seqlen_k", "num_heads_q")] == [128, 64, 2]
+        assert [packed[name] for name in ("q_stride_seq", "seqlen_k", "num_heads_q")] == [128, 96, 2]
     assert [plain[name] for name in ("out", "lse", "mask", "bias")] == [out.data.ptr, 0, 0, 0]
     assert [with_lse[name] for name in ("lse", "mask", "lse")] == [lse.data.ptr, 0, lse.data.ptr]
     assert [with_mask[name] for name in ("out", "mask", "bias", "lse")] == [target.data.ptr, mask.data.ptr, 0, 0]
