@@ -27,7 +27,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would tak
 
 # A test is (file, function, its parameters); its outcome "passed", "failed", or "skipped: " with the reason.
 Test = tuple[str, str, str]
-Nested = dict[str, dict[str, dict[str, list[str]]]]
+Nested = dict[str, dict[str, dict[str, dict[str, list[str]]]]]
 
 _outcomes: dict[Test, str] = {}
 _collected: set[Test] = set()
@@ -48,20 +48,22 @@ def named(nodeid: str) -> Test:
 
 
 def nested(outcomes: dict[Test, str]) -> Nested:
-    """As the file keeps them: file, function, outcome, parameters."""
+    """As the file keeps them: file, function, outcome, parameters up to the last of them, and the last ones."""
     tests: Nested = {}
     for (file, function, parameters), outcome in sorted(outcomes.items()):
-        tests.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, []).append(parameters)
+        first, dash, last = parameters.rpartition("-")
+        tests.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, {}).setdefault(first + dash, []).append(last)
     return tests
 
 
 def flat(tests: Nested) -> dict[Test, str]:
     return {
-        (file, function, p): outcome
+        (file, function, first + last): outcome
         for file, functions in tests.items()
         for function, outcomes in functions.items()
         for outcome, parameters in outcomes.items()
-        for p in parameters
+        for first, every in parameters.items()
+        for last in every
     }
 
 
