@@ -439,7 +439,7 @@ Compute = Callable[[Array, Array, Array, list[Array | None], Any], Any]  # (q, k
 
 
 @dataclass(frozen=True, slots=True)  # whose fields are read faster than those of a named tuple
-class _Call:
+class Call:
     """All that calls of the same shapes, strides, dtypes and options share."""
 
     views: dict[str, ArrayView]  # of the arrays given, without addresses
@@ -461,7 +461,7 @@ def _prepare(
     return_lse: bool,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-) -> _Call:
+) -> Call:
     """Check and plan a call; the kinds are those of q, k and v, or of all operands but cu_seqlens_*, or of all."""
     views = {name: arrays.describe(kind, name) for name, kind in zip(_NAMES, kinds, strict=False) if kind is not None}
     arrays.check_together(views)
@@ -483,9 +483,9 @@ def _prepare(
     if operands.out is None:
         operands = operands._replace(out=to_bshd(out, "out", layout, like))
     if like.device_id == HOST:
-        return _Call(views, HOST, int, {0}, _on_host(problem, operands, like, out, lse))  # int() is 0, which is no context
+        return Call(views, HOST, int, {0}, _on_host(problem, operands, like, out, lse))  # int() is 0, which is no context
     compute = _on_gpu(problem, operands, like, out, lse, host_vectors)
-    return _Call(views, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
+    return Call(views, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
 
 
 def _on_gpu(
@@ -623,7 +623,7 @@ def _names_of_parts(parts: int) -> tuple[str, ...]:
 
 
 @arrays.cached_by_kinds
-def _prepare_merge(kinds: tuple[Kind | None, ...]) -> _Call:
+def _prepare_merge(kinds: tuple[Kind | None, ...]) -> Call:
     """Check and plan a call of `merge_states`; the kinds are those of outs, lses, `out` and `lse_out`."""
     parts = len(kinds) // 2 - 1
     names = _names_of_parts(parts)
@@ -650,8 +650,8 @@ def _prepare_merge(kinds: tuple[Kind | None, ...]) -> _Call:
         return arrays.give_back(made_out[-1], this), arrays.give_back(made_lse[-1], this)
 
     if on_host:
-        return _Call(views, HOST, int, {0}, compute)
-    return _Call(views, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
+        return Call(views, HOST, int, {0}, compute)
+    return Call(views, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
 
 
 Merge = Callable[[list[Any]], None]  # (out, lse, outs and lses, each an address first and its array last)

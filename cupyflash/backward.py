@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cupyflash import arrays, launch, params, plan
-from cupyflash.api import attention, attention_varlen
-from cupyflash.arrays import HOST, Allocator, ArrayView
+from cupyflash.api import Call, attention, attention_varlen
+from cupyflash.arrays import HOST, Array, ArrayView
 from cupyflash.device import HOST_SPEC, query
 from cupyflash.errors import ArgumentError, UnsupportedError
 from cupyflash.keywords import entry, refuse_unpacked
-from cupyflash.launch import Queue
 from cupyflash.problem import BackwardOperands, BackwardProblem, Causal, Operands, Window, dense_backward, differentiated, gradient_axes
 
 
@@ -125,28 +125,15 @@ def attention_backward(
     call = arrays.prepared(_prepare, kinds, *options)
     if cu_seqlens_k is None:
         given[-1] = given[-2]
-    views = arrays.located(call.views, given)
-    targets = {"dq": dq, "dk": dk, "dv": dv}
-    for name, array in targets.items():
-        if name in views:
-            arrays.check_out(name, array, views[name], views)
-    like = views["q"]
-    with arrays.on_stream(stream, [*views.values()]), launch.on_device(like.device_id):
-        for name in call.host_vectors:
-            ptr, _, owner = arrays.to_device(views[name].owner, like, name)
-            views[name] = views[name]._replace(ptr=ptr, owner=owner)
-        results = {name: views.get(name) or _made(*made, like) for name, made in call.results.items()}
-        if call.queue is None:
-            _run_on_host(call, views, results)
-        else:
-            workspaces = {name: _made(*made, like) for name, made in call.workspaces.items()}
-            arrays.keep_if_captured(workspaces, like)
-            lists = {name: workspaces[name] for name in ("row_tiles", "key_tiles") if name in workspaces}
-            addresses = params.pointers([views.get(name) for name in Operands._fields], views["lse"], **lists)
-            call.queue(tuple(addresses), params.backward_pointers({**views, **results, **workspaces}))
-    return Gradients(
-        **{name: arrays.give_back(x.owner, like) if targets.get(name) is None else targets[name] for name, x in results.items()}
-    )
+    if not (dq is dk is dv is None):
+        views = arrays.located(call.views, given)
+        for name, array in (("dq", dq), ("dk", dk), ("dv", dv)):
+            if name in views:
+                arrays.check_out(name, array, views[name], views)
+    if stream is None and call.current_context() in call.contexts:
+        return call.compute(given)  # type: ignore[no-any-return]
+    with arrays.on_stream(stream, [*arrays.located(call.views, given).values()]), launch.on_device(call.device_id):
+        return call.compute(given)  # type: ignore[no-any-return]
 
 
 def attention_vjp(
@@ -198,28 +185,6 @@ _NAMES = (*Operands._fields[:-2], *BackwardOperands._fields[:6], *Operands._fiel
 _REQUIRED = frozenset({"q", "k", "v", "out", "dout"})
 
 
-_New = tuple[ArrayView, Allocator]  # an array to be made for each call, and what makes it
-
-
-def _made(view: ArrayView, allocate: Allocator, like: ArrayView) -> ArrayView:
-    ptr, owner = allocate(like.owner)
-    return view._replace(ptr=ptr, owner=owner)
-
-
-class _Call(NamedTuple):
-    """All that calls of the same shapes, strides, dtypes and options share; views without addresses."""
-
-    views: dict[str, ArrayView]  # of the arrays given
-    problem: BackwardProblem
-    operands: Operands
-    more: BackwardOperands
-    results: dict[str, _New]
-    workspaces: dict[str, _New]
-    queue: Queue | None  # None in host memory
-    layout: str
-    host_vectors: tuple[str, ...]  # which operands are NumPy arrays beside GPU arrays
-
-
 @arrays.cached_by_kinds
 def _prepare(
     kinds: tuple[arrays.Kind | None, ...],
@@ -232,7 +197,7 @@ def _prepare(
     deterministic: bool,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-) -> _Call:
+) -> Call:
     """Check and plan a call."""
     views = {name: arrays.describe(kind, name) for name, kind in zip(_NAMES, kinds, strict=True) if kind is not None}
     arrays.check_together(views)
@@ -255,41 +220,89 @@ def _prepare(
     )
     if packed:
         views.setdefault("cu_seqlens_k", views["cu_seqlens_q"])
-    host_vectors = tuple(name for name, view in views.items() if view.device_id != like.device_id)
     results = {}
     for name in problem.wrt:
         x = given[name]
-        made = arrays.fresh(like, x.shape, x.dtype, arrays.storage_order(x) if name in ("q", "k", "v") else None)
-        results[f"d{name}"] = made, arrays.allocator(made, like)
+        results[f"d{name}"] = made = arrays.fresh(like, x.shape, x.dtype, arrays.storage_order(x) if name in ("q", "k", "v") else None)
         if getattr(more, f"d{name}") is None:
             more = more._replace(**{f"d{name}": gradient_axes(f"d{name}", made, layout, like)})
     if like.device_id == HOST:
-        plan.backward(problem, HOST_SPEC)
-        return _Call(views, problem, operands, more, results, {}, None, layout, host_vectors)
+        return Call(views, HOST, int, {0}, _on_host(problem, operands, more, views, results, layout))
+    compute = _on_gpu(problem, operands, more, views, results)
+    return Call(views, like.device_id, launch.context_reader(), launch.contexts(like.device_id), compute)
+
+
+Compute = Callable[[list[Array | None]], Gradients]  # of the arrays as they were read, in the order of _NAMES
+
+
+def _on_gpu(
+    problem: BackwardProblem, operands: Operands, more: BackwardOperands, views: dict[str, ArrayView], results: dict[str, ArrayView]
+) -> Compute:
+    """What computes calls on a GPU, which must be the current one."""
     launch.check_process()
+    like = views["q"]
     device = query(like.device_id)
     schedule = plan.backward(problem, device)
-    workspaces = {}
-    for name, num_bytes in schedule.workspaces:
-        made = arrays.fresh(like, (num_bytes,), "uint8")
-        workspaces[name] = made, arrays.allocator(made, like)
+    workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
     numbers = (
         params.numbers(problem.forward, operands, schedule.section, schedule.tiles),
         params.backward_numbers(problem, more, schedule.sum_width),
     )
     maps = launch.maps_of(schedule, operands._asdict() | {"dout": more.dout}, like.device_id)
-    packing = launch.Packing("Q" * len(params.pointers(operands, None)), numbers, params.BACKWARD.size, *maps)
+    packing = launch.Packing("Q" * len(params.POINTER_NAMES), numbers, params.BACKWARD.size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
-    return _Call(views, problem, operands, more, results, workspaces, queue, layout, host_vectors)
+    host_vectors = [n for n, name in enumerate(_NAMES) if name in views and views[name].device_id != like.device_id]
+    made_results = [(name, _NAMES.index(name) if name in _NAMES else -1, arrays.allocator(x, like)) for name, x in results.items()]
+    allocate_workspaces = [arrays.allocator(x, like) for x in workspaces.values()]
+    # Addresses as they are found in a call, one behind the other; the first is that of what is not there.
+    order = ["", *[name if name not in results else "" for name in _NAMES], *results, *workspaces]
+    places = {name: n for n, name in enumerate(order) if name}
+    of_forward = operator.itemgetter(*[places.get(name, 0) for name in params.POINTER_NAMES])
+    of_backward = operator.itemgetter(*[places.get(name, 0) for name in params.BACKWARD_POINTER_NAMES])
+
+    def compute(given: list[Any]) -> Gradients:
+        owner = given[0][2]
+        for at in host_vectors:
+            given[at] = arrays.to_device(given[at][2], like._replace(owner=owner), _NAMES[at])
+        addresses = [0, *[0 if x is None else x[0] for x in given]]
+        gradients = {}
+        for name, n, allocate in made_results:
+            ptr, *_, gradients[name] = (given[n] if n >= 0 else None) or allocate(owner)
+            addresses.append(ptr)
+        made = [allocate(owner) for allocate in allocate_workspaces]
+        arrays.keep_if_captured(made, like)
+        addresses += [ptr for ptr, _ in made]
+        queue(of_forward(addresses), params.backward_pointers(of_backward(addresses)))
+        return Gradients(**gradients)
+
+    return compute
 
 
-def _run_on_host(call: _Call, views: dict[str, ArrayView], results: dict[str, ArrayView]) -> None:
+def _on_host(
+    problem: BackwardProblem,
+    operands: Operands,
+    more: BackwardOperands,
+    views: dict[str, ArrayView],
+    results: dict[str, ArrayView],
+    layout: str,
+) -> Compute:
     from cupyflash import host_backward  # 3 ms of an import of the package
 
-    def at(name: str, shaped: Any) -> Any:
-        return shaped and arrays.on_host(shaped._replace(owner=views[name].owner))
+    plan.backward(problem, HOST_SPEC)
+    allocators = {name: arrays.allocator(x, views["q"]) for name, x in results.items()}
 
-    operands = Operands(*[at(name, shaped) for name, shaped in zip(Operands._fields, call.operands, strict=True)])
-    given = [at(name, getattr(call.more, name)) for name in ("dout", "lse", "dlse")]
-    asked = {name: arrays.on_host(gradient_axes(name, view, call.layout, views["q"])) for name, view in results.items()}
-    host_backward.attention_backward(call.problem, operands, BackwardOperands(*given, **asked))
+    def compute(given: list[Any]) -> Gradients:
+        there = arrays.located(views, given)
+        like = there["q"]
+
+        def at(name: str, shaped: Any) -> Any:
+            return shaped and arrays.on_host(shaped._replace(owner=there[name].owner))
+
+        made = {name: there.get(name) or results[name]._replace(owner=allocate(like.owner)[1]) for name, allocate in allocators.items()}
+        asked = {name: arrays.on_host(gradient_axes(name, view, layout, like)) for name, view in made.items()}
+        arguments = Operands(*[at(name, shaped) for name, shaped in zip(Operands._fields, operands, strict=True)])
+        rest = [at(name, getattr(more, name)) for name in ("dout", "lse", "dlse")]
+        host_backward.attention_backward(problem, arguments, BackwardOperands(*rest, **asked))
+        return Gradients(**{name: arrays.give_back(view.owner, like) for name, view in made.items()})
+
+    return compute

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cupyflash.problem import (
@@ -50,7 +50,7 @@ POINTERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if cod
 _NUMBERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if code != "Q"))
 
 # What follows the forward's fields in the argument of the backward's kernels: gradients and workspaces by the names of their buffers.
-_BACKWARD_POINTERS = (
+BACKWARD_POINTER_NAMES = (
     *("dout", "dlse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsink"),
     *("row_lse", "row_delta", "row_slope", "row_sink", "row_reference", "dq_sum", "next_tile"),
 )
@@ -60,9 +60,9 @@ _BACKWARD_NUMBERS = (
     *(f"{name}_stride_{axis}" for name in ("dq", "dk", "dv") for axis in ("batch", "seq", "head")),
     *("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch", "dq_sum_width"),
 )
-BACKWARD_FIELDS = (*FORWARD_FIELDS, *((name, "Q") for name in _BACKWARD_POINTERS), *((name, "q") for name in _BACKWARD_NUMBERS))
+BACKWARD_FIELDS = (*FORWARD_FIELDS, *((name, "Q") for name in BACKWARD_POINTER_NAMES), *((name, "q") for name in _BACKWARD_NUMBERS))
 BACKWARD = struct.Struct("<" + "".join(code for _, code in BACKWARD_FIELDS))
-_POINTERS_OF_BACKWARD = struct.Struct(f"<{len(_BACKWARD_POINTERS)}Q")
+_POINTERS_OF_BACKWARD = struct.Struct(f"<{len(BACKWARD_POINTER_NAMES)}Q")
 _NUMBERS_OF_BACKWARD = struct.Struct(f"<{len(_BACKWARD_NUMBERS)}q")
 
 # The same of cache_append.cu.
@@ -103,17 +103,12 @@ UNLIMITED = 2**31 - 1  # a window's distance that hides nothing
 def offset_of(name: str) -> int:
     """Where in the structs a pointer lies, in bytes."""
     names = [field for field, _ in FORWARD_FIELDS]
-    return 8 * names.index(name) if name in names else FORWARD.size + 8 * _BACKWARD_POINTERS.index(name)
+    return 8 * names.index(name) if name in names else FORWARD.size + 8 * BACKWARD_POINTER_NAMES.index(name)
 
 
 def pointers_given(operands: Operands, lse: Any, **more: Any) -> str:
     """The struct codes of the first fields for the addresses of those that are not None; the others are padding, which is packed as 0."""
     return "".join("8x" if view is None else "Q" for view in (*operands, lse, *map(more.get, _MORE)))
-
-
-def pointers(views: Sequence[Any], lse: Any, **more: Any) -> list[int]:
-    """The addresses of one call's operands, LSE and what else it has of `_MORE`, in the order of the struct; 0 for what is not used."""
-    return [0 if view is None else view.ptr for view in (*views, lse, *map(more.get, _MORE))]
 
 
 def numbers(
@@ -211,9 +206,9 @@ def cache_numbers(p: CacheProblem, q: Any, lengths: Any, c: CacheOperands) -> by
     )
 
 
-def backward_pointers(buffers: Mapping[str, Any]) -> bytes:
-    """The addresses of a backward call's own arrays and workspaces by their names; 0 for what is not there."""
-    return _POINTERS_OF_BACKWARD.pack(*(0 if (view := buffers.get(name)) is None else view.ptr for name in _BACKWARD_POINTERS))
+def backward_pointers(addresses: Sequence[int]) -> bytes:
+    """The addresses of a backward call's own arrays and workspaces, in the order of their names; 0 for what is not there."""
+    return _POINTERS_OF_BACKWARD.pack(*addresses)
 
 
 def backward_numbers(p: BackwardProblem, g: BackwardOperands, sum_width: int = 0) -> bytes:

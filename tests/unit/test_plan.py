@@ -581,6 +581,12 @@ def test_params_mirror_the_cuda_struct() -> None:
     assert max(params.CACHE.size, params.BACKWARD.size, params.MERGE.size) <= 4096  # what a kernel's parameters may take
 
 
+def pointers(operands: Operands, lse: ArrayView | None) -> list[int]:
+    """The first fields of an argument."""
+    there = operands._asdict() | {"lse": lse}
+    return [0 if there.get(name) is None else there[name].ptr for name in params.POINTER_NAMES]
+
+
 def test_a_packed_call_holds_each_value_under_its_name() -> None:
     def fake(ptr: int, *strides: int) -> ArrayView:
         return ArrayView(ptr, (1,) * len(strides), strides, "bfloat16", 0, "cupy", None)
@@ -589,7 +595,7 @@ def test_a_packed_call_holds_each_value_under_its_name() -> None:
         fake(1, 10, 11, 12, 1), fake(2, 20, 21, 22, 1), fake(3, 30, 31, 32, 1), fake(4, 40, 41, 42, 1), mask=fake(7, 0, 0, 70, 71)
     )
     p = problem(window_right=0, softcap=2.0, mask=True)
-    buffer = params.POINTERS.pack(*params.pointers(operands, None)) + params.numbers(p, operands)
+    buffer = params.POINTERS.pack(*pointers(operands, None)) + params.numbers(p, operands)
     packed = dict(zip((name for name, _ in params.FORWARD_FIELDS), params.FORWARD.unpack(buffer), strict=True))
     assert (packed["q"], packed["k"], packed["v"], packed["out"], packed["lse"], packed["bias"], packed["mask"]) == (1, 2, 3, 4, 0, 0, 7)
     assert [packed[f"{name}_stride_seq"] for name in ("q", "k", "v", "out")] == [11, 21, 31, 41]
@@ -598,9 +604,9 @@ def test_a_packed_call_holds_each_value_under_its_name() -> None:
     assert (packed["seqlen_q"], packed["head_dim_v"], packed["softcap"]) == (1000, 128, 2.0)
     assert packed["softmax_scale_log2"] == pytest.approx(0.1 * 1.4426950408889634)
     for lse in (None, fake(8, 1, 1, 1)):  # only the addresses that are there, to the same places
-        given = [ptr for ptr in params.pointers(operands, lse) if ptr]
+        given = [ptr for ptr in pointers(operands, lse) if ptr]
         codes = params.pointers_given(operands, lse)
-        assert struct.pack(f"<{codes}", *given) == params.POINTERS.pack(*params.pointers(operands, lse))
+        assert struct.pack(f"<{codes}", *given) == params.POINTERS.pack(*pointers(operands, lse))
 
 
 def test_a_packed_backward_call_holds_each_value_under_its_name() -> None:
@@ -611,9 +617,10 @@ def test_a_packed_backward_call_holds_each_value_under_its_name() -> None:
     more = BackwardOperands(fake(5, 50, 51, 52, 53), fake(6, 60, 61, 62), dk=fake(7, 70, 71, 72, 1), dbias=fake(8, 0, 0, 9, 1))
     p = BackwardProblem(problem(bias="bfloat16"), ("k", "bias"), bias_shape=(1, 1, 1000, 900))
     buffers = {"dout": more.dout, "dk": more.dk, "dbias": more.dbias, "row_delta": fake(9)}
-    pointers = params.POINTERS.pack(*params.pointers(operands, more.lse))
+    first = params.POINTERS.pack(*pointers(operands, more.lse))
     numbers = params.numbers(p.forward, operands), params.backward_numbers(p, more)
-    buffer = pointers + numbers[0] + params.backward_pointers(buffers) + numbers[1]
+    own = params.backward_pointers([buffers[name].ptr if name in buffers else 0 for name in params.BACKWARD_POINTER_NAMES])
+    buffer = first + numbers[0] + own + numbers[1]
     packed = dict(zip((name for name, _ in params.BACKWARD_FIELDS), params.BACKWARD.unpack(buffer), strict=True))
     named = {"q": 1, "out": 4, "lse": 6, "dout": 5, "dlse": 0, "dq": 0, "dk": 7, "dv": 0, "dbias": 8, "row_lse": 0, "row_delta": 9}
     assert {name: packed[name] for name in named} == named
