@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import math
@@ -151,8 +152,20 @@ def add_sites(ctx: click.Context, param: click.Parameter, folders: tuple[str, ..
         sys.path[:] = [*(path for path in sys.path if path not in before), *before]
 
 
+ELSEWHERE = ("diff",)  # commands in modules of their names, imported when they are asked for
+
+
 class Commands(click.Group):
     """A group whose first command is the tour, whose mistakes are one line, and whose commands return their exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted((*super().list_commands(ctx), *ELSEWHERE))
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        found: click.Command | None = (
+            importlib.import_module(f".{name}", __package__).command if name in ELSEWHERE else super().get_command(ctx, name)
+        )
+        return found
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}

@@ -43,6 +43,8 @@ def console(*, stderr: bool = False) -> Console:
 def case_fields(case: Case) -> dict[str, Any]:
     sizes = ("head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k")
     fields = {name: getattr(case, name) for name in ("mode", *sizes, "causal", "window_size", "softcap", "dtype")}
+    fields |= {"deterministic": True} if case.deterministic else {}
+    fields |= {"extras": list(case.extras)} if case.extras else {}
     if isinstance(case, CacheCase):
         return {**fields, "page_size": case.page_size or None, "cache_dtype": case.dtypes[1]}
     return {**fields, **packing_fields(case)} if case.lengths else fields
