@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,12 +63,12 @@ class Picture(NamedTuple):
 def command(files: tuple[Path, ...], out: Path | None, in_ms: bool, peers: str | None, **only: Any) -> int:
     """Draw FILES of JSON lines over the sequence length: a panel for each head dim and mask, a line for each peer.
 
-    PNG and SVG need matplotlib: pip install 'cupyflash[plot]'. Without it, and without --out, there are bars in the terminal. A case that
-    several files have is taken from the last; cases that leave a panel with one length are not drawn, unless there are no others.
+    PNG and SVG need matplotlib: pip install 'cupyflash[plot]'. Without it, and without --out, there are bars in the terminal. Of several
+    runs of a case the last counts; cases that leave a panel with one length are not drawn, unless there are no others.
     """
     if out is not None and out.suffix not in (".png", ".svg"):
         raise click.BadParameter(f"{str(out)!r} ends neither in .png nor in .svg", param_hint="'--out'")
-    picture = compose([read(path) for path in files], in_ms=in_ms, peers=peers, **only)
+    picture = compose([read(path, last=True) for path in files], in_ms=in_ms, peers=peers, **only)
     if out is not None and importlib.util.find_spec("matplotlib") is not None:
         try:
             draw(picture, out)
@@ -198,7 +199,7 @@ def draw(picture: Picture, out: Path) -> None:
         height = 2.75 * rows + 1.35
         figure = figure_of(figsize=(WIDTH_PX / DPI, height), dpi=DPI, layout="constrained")
         figure.get_layout_engine().set(rect=(0.005, 0.33 / height, 0.99, 1 - 1.2 / height), wspace=0.03, hspace=0.06)
-        axes = figure.subplots(rows, columns, squeeze=False, sharey=picture.unit != "ms").ravel()
+        axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
         look = looks(picture)
         for ax, one in zip(axes, picture.panels, strict=False):
             _draw_panel(ax, one, look, picture)
@@ -223,7 +224,12 @@ def draw(picture: Picture, out: Path) -> None:
             columnspacing=1.8,
             fontsize=11,
         )
-        figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else {"Software": None})
+        if out.suffix == ".svg":
+            figure.savefig(out, metadata={"Date": None})
+            return
+        figure.savefig(drawn := io.BytesIO(), format="png")
+        # Pillow is there with matplotlib; a palette makes the file a third.
+        importlib.import_module("PIL.Image").open(drawn).convert("RGB").quantize(128).save(out, optimize=True)
 
 
 def _draw_panel(ax: Any, one: Panel, look: dict[str, tuple[str, str]], picture: Picture) -> None:
@@ -234,11 +240,14 @@ def _draw_panel(ax: Any, one: Panel, look: dict[str, tuple[str, str]], picture: 
             ax.plot(x, y, color=color, marker=marker, label=name, lw=2.8 if ours else 1.5, ms=6.5 if ours else 5, alpha=1 if ours else 0.9)
     lengths = sorted({x for points in one.lines.values() for x, _ in points})
     ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths if len(lengths) <= 8 else lengths[:: -(-len(lengths) // 8)])
+    ax.set_xticks(spaced(lengths))
     ax.set_xticks([], minor=True)
     ax.xaxis.set_major_formatter(lambda x, _: thousands(round(x)))
     if picture.unit == "ms":
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(importlib.import_module("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        ax.set_yticks([], minor=True)
     else:
         ax.set_ylim(bottom=0)
     if picture.ceiling:
@@ -254,6 +263,16 @@ def _draw_panel(ax: Any, one: Panel, look: dict[str, tuple[str, str]], picture: 
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(length=0)
+
+
+def spaced(lengths: list[int], most: int = 7) -> list[int]:
+    """Those that have room for their names on a logarithmic axis, from the last on."""
+    gap = (lengths[-1] / lengths[0]) ** (1 / most)
+    kept = lengths[-1:]
+    for x in reversed(lengths[:-1]):
+        if kept[0] / x >= gap * 0.999:
+            kept.insert(0, x)
+    return kept
 
 
 def thousands(size: int) -> str:

@@ -38,8 +38,9 @@ class File(NamedTuple):
     results: dict[tuple[Case, str], Result]
 
 
-def read(path: Path) -> File:
-    """The file; click.BadParameter with its name and the line where it is none of the bench's."""
+def read(path: Path, *, last: bool = False) -> File:
+    """The file, its runs of one case joined or only the `last` of them; click.BadParameter with its name and the line where it is none of
+    the bench's."""
     environment: dict[str, Any] = {}
     ceilings: dict[str, Any] = {}
     found: dict[tuple[Case, str], list[Result]] = {}
@@ -59,7 +60,7 @@ def read(path: Path) -> File:
             found.setdefault((result.case, result.peer), []).append(result)
     if not found:
         raise click.BadParameter(f"{path} has no timings: write one with --json {path}")
-    return File(path, environment, ceilings, {key: _joined(runs) for key, runs in found.items()})
+    return File(path, environment, ceilings, {key: _joined(runs[-1:] if last else runs) for key, runs in found.items()})
 
 
 def _record(where: str, line: str) -> dict[str, Any]:
