@@ -41,6 +41,7 @@ from .cases import (
 )
 from .machine import diagnose, environment, nvidia_driver
 from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
+from .presets import preset_option
 from .report import Report, console
 from .timing import HOST, MIN_ROUNDS, Place
 
@@ -290,6 +291,11 @@ def peer_options(default: str | None) -> tuple[Callable[[F], F], ...]:
 
 
 batch_option = click.option("--batch", callback=as_sizes, metavar="SIZES", help="Sequences; default 1.")
+MASK_OPTIONS = (
+    click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
+    click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
+    click.option("--sink", is_flag=True, help="A score for each head that only adds to the sum of the weights."),
+)
 HOW_OPTIONS = (
     click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
     click.option(
@@ -347,7 +353,7 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
         click.option("--seqlen", callback=as_sizes, metavar="SIZES", help="Queries, and keys as many; default 1k."),
         click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
         click.option("--tokens", callback=as_sizes, metavar="SIZES", help="As many sequences as make this many queries; not --batch."),
-        *(() if tuning else PACKED_OPTIONS),
+        *(() if tuning else (*PACKED_OPTIONS, preset_option)),
         click.option(
             "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
         ),
@@ -355,8 +361,7 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
         click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
         click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
         click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
-        click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
-        click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
+        *(MASK_OPTIONS[:2] if tuning else MASK_OPTIONS),
         *peer_options(default_peers),
         click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, bwd_sm80, ..."),
         *(() if tuning else HOW_OPTIONS),
@@ -385,7 +390,17 @@ def bwd(deterministic: bool, **options: Any) -> int:
 
 
 @main.command(epilog=SIZES)
-@all_of(*CACHE_OPTIONS, *data_options("128"), *peer_options("all"), *HOW_OPTIONS, *ROUND_OPTIONS, device_option, json_option)
+@all_of(
+    *CACHE_OPTIONS,
+    preset_option,
+    *data_options("128"),
+    *MASK_OPTIONS,
+    *peer_options("all"),
+    *HOW_OPTIONS,
+    *ROUND_OPTIONS,
+    device_option,
+    json_option,
+)
 def decode(**options: Any) -> int:
     """Time a few new tokens over a cache of keys, by every implementation found here.
 
@@ -463,6 +478,7 @@ def as_cases(
     causal: str | None,
     window: tuple[int | None, int | None] | None,
     softcap: float | None,
+    sink: bool = False,
     varlen: bool = False,
     longest: int | None = None,
     backward: bool = False,
@@ -478,12 +494,16 @@ def as_cases(
     else:
         shapes = dense_shapes(batch or (1,), seqlen or (1024,), seqlen_k, tokens)
     masks = {"both": (False, True), "yes": (True,)}.get(causal or "no", (False,))
-    how: dict[str, Any] = {"dtype": name, "window_size": window, "softcap": softcap, "backward": backward, "deterministic": deterministic}
+    how: dict[str, Any] = {**masked_by(window, softcap, sink), "dtype": name, "backward": backward, "deterministic": deterministic}
     cases = []
     for (d, dv), masked, shape in itertools.product(dim, masks, shapes):
         hq, hkv = heads or (max(1, 2048 // d),) * 2
         cases.append(Case(num_heads_q=hq, num_heads_kv=hkv, head_dim=d, head_dim_v=dv, causal=masked, **shape, **how))
     return cases
+
+
+def masked_by(window: tuple[int | None, int | None] | None, softcap: float | None, sink: bool) -> dict[str, Any]:
+    return {"window_size": window, "softcap": softcap, "extras": ("sink",) if sink else ()}
 
 
 def check_heads(*pairs: tuple[int, int]) -> None:
@@ -512,6 +532,9 @@ def cache_cases(
     cache: str | None,
     dim: tuple[tuple[int, int], ...],
     dtype: str | None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sink: bool = False,
 ) -> list[CacheCase]:
     """Every combination of the options, the head dims outermost, the pages innermost."""
     check_heads(*heads)
@@ -524,8 +547,9 @@ def cache_cases(
         needed = "torch with CUDA" if place.arch else "ml_dtypes"
         raise click.BadParameter(f"fp8 needs {needed}, which is not installed", param_hint="'--cache'")
     name, kept = dtype_at(place, dtype), {brief: name for name, brief in CACHE_DTYPES.items()}.get(cache or "", "")
+    how = masked_by(window, softcap, sink)
     return [
-        CacheCase(b, n, keys, hq, hkv, d, dv, name, causal=n > 1, page_size=slots, cache_dtype=kept)
+        CacheCase(b, n, keys, hq, hkv, d, dv, name, causal=n > 1, page_size=slots, cache_dtype=kept, **how)
         for (d, dv), (hq, hkv), (b, keys), n, slots in itertools.product(dim, heads, cells, rows, page_size)
     ]
 

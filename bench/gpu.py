@@ -145,7 +145,8 @@ class Gpu(Place):
         """Normal q, k, v, dout, and where the sequences are, which all sets share: torch tensors where there is torch, else CuPy arrays."""
         sets = min(MAX_SETS, -(-self.cache_bytes // max(case.num_bytes, 1))) if cold else 1
         shapes = (*case.shapes, case.out_shape) if case.backward else case.shapes
-        options = {**case.options, **{name: self._put(x) if isinstance(x, np.ndarray) else x for name, x in case.packing.items()}}
+        given = {**case.options, **case.packing, **case.sink}
+        options = {name: self._put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
         kinds = [*zip(shapes, (*case.dtypes, case.dtype), strict=False)]
         arrays = ([self._normal(*kind, len(kinds) * n + i) for i, kind in enumerate(kinds)] for n in range(sets))
         return [Inputs(q, k, v, options, *dout) for q, k, v, *dout in arrays]

@@ -431,7 +431,7 @@ class FlashAttention(Peer):
         return _no_torch() or (None if found else f"no module {self.module} ({self.package}); --site adds a folder of packages")
 
     def why_not(self, case: Case, place: Place) -> str | None:
-        return _cache_cannot(case, pages=self.has_caches)
+        return "its sinks are timed nowhere here" if case.extras else _cache_cannot(case, pages=self.has_caches)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         name = "flash_attn_varlen_func" if case.lengths else "flash_attn_func"
@@ -598,6 +598,7 @@ def problem(case: Case) -> dict[str, Any]:
     quantised cache change no kernel."""
     sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "dtype")
     more = {name: x for name, x in case.options.items() if not name.endswith("_descale")}
+    more |= dict.fromkeys(case.sink, True)
     more |= {**({"packed": True} if case.lengths else {}), **({"wrt": ("q", "k", "v")} if case.backward else {})}
     if isinstance(case, CacheCase):
         more |= {"cached": True, "page_size": case.page_size or None, "cache_dtype": case.cache_dtype or None}
