@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from . import limits
 from .cases import DTYPES, SEED, CacheCase, Case, drawn_lengths, short
 from .check import LIMITS, Verdict
 from .kernels import Built, Trial, source_line
@@ -259,11 +260,12 @@ class Report:
 
     def start_timings(self, place: Place, names: Iterable[str], cases: Sequence[Case]) -> None:
         """Measure what the machine can reach, and begin the table, in which these peers have room and these cases what limits them."""
-        self._ceilings = place.ceilings()
-        self.record({"record": "ceilings", "place": place.name, **self._ceilings._asdict()})
+        kept = limits.stored(place)
+        self._ceilings = kept.ceilings if kept else place.ceilings()
+        self.record({"record": "ceilings", "place": place.name, **self._ceilings._asdict(), "measured": kept.day if kept else None})
         flops, read = self._ceilings
         matmul = f"{si(flops, 'FLOP/s')} matmul" if flops else "matmul unknown (no cuBLAS)"
-        self.say(f"  peak  {matmul}, {si(read, 'B/s') if read else 'unknown'} read, measured now\n")
+        self.say(f"  peak  {matmul}, {si(read, 'B/s') if read else 'unknown'} read, measured {kept.day if kept else 'now'}\n")
         queued = place.arch is not None
         self._name = max([NAME, *(len(name) + 1 for name in names)])
         wide, wider = (width + self._name - NAME for width in (WIDE, WIDER))

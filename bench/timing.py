@@ -180,13 +180,24 @@ class Place:
             tracemalloc.stop()
 
     def ceilings(self) -> Ceilings:
-        """float32 matmul of 1024³ (2.1 GFLOP) and a dot product over 128 MB, which no cache holds: 0.5 s together."""
+        """The two rates that tables divide by: half a second."""
+        found = self.rates(("matmul_fp32", "read"), min_s=0.1)
+        return Ceilings(found["matmul_fp32"], found["read"])
+
+    def rates(self, names: Sequence[str] = ("read", "copy", "matmul_fp32"), *, min_s: float = 0.5) -> dict[str, float]:
+        """FLOP/s and bytes/s at best, by name: a float32 matmul of 1024³ (2.1 GFLOP), and a dot product over and a copy of 128 MB, which no
+        cache holds."""
         a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
         out = np.empty_like(a)
         big = np.ones(1 << 25, np.float32)
-        rounds = {"matmul": wall([lambda: np.matmul(a, b, out=out)]), "read": wall([lambda: np.dot(big, big)])}
-        matmul, read = measure(rounds, min_s=0.1, max_s=0.2).values()
-        return Ceilings(2 * 1024**3 / matmul.ms * 1e3, big.nbytes / read.ms * 1e3)
+        other = np.empty_like(big) if "copy" in names else big
+        work: dict[str, tuple[int, Call]] = {
+            "read": (big.nbytes, lambda: np.dot(big, big)),
+            "copy": (2 * big.nbytes, lambda: np.copyto(other, big)),
+            "matmul_fp32": (2 * 1024**3, lambda: np.matmul(a, b, out=out)),
+        }
+        found = measure({name: wall([work[name][1]]) for name in names}, min_s=min_s, max_s=2 * min_s)
+        return {name: work[name][0] / timing.ms * 1e3 for name, timing in found.items()}
 
 
 HOST = Place()

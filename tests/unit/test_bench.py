@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from bench import check, cli, cublas, gpu, kernels, machine, nvml, peers, report, timing
+from bench import check, cli, cublas, gpu, kernels, limits, machine, nvml, peers, report, timing
 from bench.cases import DESCALE, SEED, CacheCase, Case, available_dtypes, check_suite, drawn_lengths, packed
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
@@ -42,6 +42,7 @@ WHY_NOT = gpu.why_not
 def no_gpu(monkeypatch):
     """The same here as on a machine with a GPU: what needs one is in tests/gpu."""
     monkeypatch.setattr(gpu, "why_not", lambda: "no NVIDIA driver, so no GPU")
+    monkeypatch.setattr(limits, "stored", lambda place: None)
 
 
 def run(*arguments: str, **environment: str | None) -> Result:
