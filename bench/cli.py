@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import click
 
 import cupyflash
 
 from . import check as checking
-from . import gpu, kernels, tune
+from . import gpu, kernels, tables, tune
 from . import peers as contestants
 from .cases import (
     CACHE_DTYPES,
@@ -126,6 +126,19 @@ def as_window(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return left, right
 
 
+def as_share(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """ "3%" -> 0.03."""
+    if value is None:
+        return None
+    try:
+        share = float(value.removesuffix("%")) / 100
+        if not (value.endswith("%") and 0 <= share < 10):
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no share: write 3%") from None
+    return share
+
+
 def dtype_name(text: str) -> str:
     """A dtype by its short or its long name."""
     name = {brief: name for name, brief in DTYPES.items()}.get(text, text)
@@ -147,6 +160,7 @@ def as_names(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 def add_sites(ctx: click.Context, param: click.Parameter, folders: tuple[str, ...]) -> None:
     """In front of what is installed, and with the .pth files in them, which PYTHONPATH would not read."""
+    ctx.meta["sites"] = folders
     for folder in folders:
         before = list(sys.path)
         site.addsitedir(os.path.abspath(folder))  # noqa: PTH100 - the one form that sys.path has
@@ -198,17 +212,21 @@ def json_option(function: F) -> F:
     return click.option("--json", "json_file", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE", help=text)(function)
 
 
-def open_report(json_file: str | None, stack: ExitStack, **more: Any) -> Report:
+def open_report(json_file: str | None, stack: ExitStack, *, stderr: bool = False, **more: Any) -> Report:
     """The report of a command, with the header record and what is `more` in it already in its JSON lines."""
     if json_file is None:
-        return Report(console())
-    try:
-        lines = click.open_file(json_file, "w", encoding="utf-8")
-    except OSError as error:
-        raise click.BadParameter(f"cannot write {json_file}: {error.strerror}", param_hint="'--json'") from None
-    report = Report(console(stderr=json_file == "-"), stack.enter_context(lines))
+        return Report(console(stderr=stderr))
+    report = Report(console(stderr=stderr or json_file == "-"), open_lines(json_file, stack, "--json"))
     report.record({**environment(), **more})
     return report
+
+
+def open_lines(file: str, stack: ExitStack, option: str) -> IO[str]:
+    """A file to write, "-" for stdout."""
+    try:
+        return stack.enter_context(click.open_file(file, "w", encoding="utf-8"))
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {file}: {error.strerror}", param_hint=f"'{option}'") from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -301,6 +319,17 @@ HOW_OPTIONS = (
     click.option(
         "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
     ),
+    click.option(
+        *("--max-noise", "max_noise"),
+        callback=as_share,
+        default="5%",
+        show_default=True,
+        metavar="5%",
+        help="Rounds go on for up to four times --min-time until spreads are below; ~ marks those that are not.",
+    ),
+    click.option("--repro", is_flag=True, help="Print the command that times a case alone above its rows."),
+    click.option("--csv", "csv_file", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE", help="Write a table of results."),
+    click.option("--md", "md_file", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE", help="The same in Markdown."),
 )
 ROUND_OPTIONS = (
     click.option("--cold/--warm", default=True, show_default=True, help="Inputs out of the GPU's L2 cache, or left in it."),
@@ -435,6 +464,10 @@ def time_cases(
     cold: bool,
     rounds: int,
     min_time: float,
+    max_noise: float,
+    repro: bool,
+    csv_file: str | None,
+    md_file: str | None,
     family: str | None = None,
     varlen: bool = False,
     cached: bool = False,
@@ -453,10 +486,36 @@ def time_cases(
         raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
     check_family(family, place, "BACKWARD" if backward else "FORWARD")
     cases = cache_cases(place, **shapes) if cached else as_cases(place, varlen=varlen, backward=backward, **shapes)
+    if (json_file, csv_file, md_file).count("-") > 1:
+        raise click.UsageError("only one of --json, --csv and --md can be stdout")
     with ExitStack() as stack:
-        report = open_report(json_file, stack, peers=contestants.versions(chosen), family=family)
+        writers = {tables.write_csv: ("--csv", csv_file), tables.write_md: ("--md", md_file)}
+        files = {write: open_lines(file, stack, option) for write, (option, file) in writers.items() if file}
+        report = open_report(json_file, stack, stderr="-" in (csv_file, md_file), peers=contestants.versions(chosen), family=family)
+        report.noise = max_noise
+        if repro:
+            report.command_of = functools.partial(tables.command_of, peers=[peer.name for peer in chosen], rest=as_asked())
         stack.enter_context(kernels.only_family(family))
-        return exit_code(run_timings(report, cases, chosen, place, timer=timer, cold=cold, min_rounds=rounds, min_s=min_time))
+        how: dict[str, Any] = {"timer": timer, "cold": cold, "min_rounds": rounds, "min_s": min_time, "max_noise": max_noise}
+        found = run_timings(report, cases, chosen, place, **how)
+        for write, file in files.items():
+            write(found, file)
+    return exit_code(found)
+
+
+def as_asked() -> list[str]:
+    """The options of this command that are no case, as they were given."""
+    context = click.get_current_context()
+    names = ("device", "family", "timer", "cold", "rounds", "min_time", "max_noise")
+    given = {name: context.params[name] for name in names if is_given(context, name)}
+    sites = [word for folder in context.meta.get("sites", ()) for word in ("--site", folder)]
+    spelled = {"cold": ["--cold" if given.get("cold") else "--warm"], "max_noise": ["--max-noise", f"{given.get('max_noise', 0) * 100:g}%"]}
+    return sites + [word for name, x in given.items() for word in spelled.get(name, [f"--{name.replace('_', '-')}", str(x)])]
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    sources = click.core.ParameterSource
+    return context.get_parameter_source(name) not in (sources.DEFAULT, sources.DEFAULT_MAP, None) and name in context.params
 
 
 def check_family(family: str | None, place: Place, table: str = "FORWARD") -> None:

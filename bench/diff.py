@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from .cases import Case
-from .cli import FAILED, GOOD, all_of, json_option, open_report
+from .cli import FAILED, GOOD, all_of, as_share, json_option, open_report
 from .records import File, Result, in_both, origin, read
 from .report import WIDE, Columns, Report, case_fields, digits
 from .timing import NOISE
@@ -48,19 +48,6 @@ def judge(before: Result, after: Result, floor: float = 0.02) -> Change:
     noisy = verdict == "SAME" and band > max(NOISE, floor)
     why = how or (f"a change of {band:.0%} could hide in the spreads" if noisy else "")
     return Change(after.case, after.peer, before, after, ratio, band, "UNSURE" if why else verdict, why)
-
-
-def as_share(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """ "3%" -> 0.03."""
-    if value is None:
-        return None
-    try:
-        share = float(value.removesuffix("%")) / 100
-        if not (value.endswith("%") and 0 <= share < 10):
-            raise ValueError
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no share: write 3%") from None
-    return share
 
 
 file = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -116,6 +116,7 @@ class Gpu(Place):
         self._cupy = cupy
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._entered: list[ExitStack] = []
+        self._slowed: set[str] = set()
         self._spin, self._read_all = (cupy.RawKernel(_KERNELS, name) for name in ("spin", "read_all"))
         self.timers = {"graph": self._graph, "events": self._events, "wall": self._wall}
         device, runtime = cupy.cuda.Device().id, cupy.cuda.runtime
@@ -285,7 +286,14 @@ class Gpu(Place):
         return lambda: kept[0].launch(self._stream)
 
     def _clock_mhz(self) -> int | None:
-        return self._sensor.clock_mhz() if self._sensor else None
+        if self._sensor is None:
+            return None
+        self._slowed |= self._sensor.slowed()
+        return self._sensor.clock_mhz()
+
+    def slowed(self) -> str:
+        since, self._slowed = self._slowed, set()
+        return " and ".join(sorted(since))
 
     # What the machine has -------------------------------------------------------------------------------------------------------
 

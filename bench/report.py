@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
@@ -84,8 +84,12 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
         "clock_mhz": timing.clock_mhz,
         "error": finite(outcome.verdict.error) if outcome.verdict else None,
         "kernel": found.kernel if outcome.peer == OURS else None,
-        "note": found.note or None,
+        "note": "; ".join(notes(found)) or None,
     }
+
+
+def notes(found: Comparison) -> list[str]:
+    return [text for text in (found.note, f"slowed by {found.slowed}" if found.slowed else "") if text]
 
 
 def rate_fields(case: Case, timing: Timing) -> dict[str, float]:
@@ -157,7 +161,7 @@ def conditions(found: Comparison) -> list[str]:
     low, high = (f"{bound(clocks):.0f}" for bound in (min, max)) if clocks else ("", "")
     clock = f"{low} MHz" if low == high else f"{low}-{high} MHz"
     warmth = {None: "", True: "cold", False: "hot"}[found.cold]
-    return [text for text in (found.timer, warmth, clock if clocks else "clock unknown", found.kernel, found.note) if text]
+    return [text for text in (found.timer, warmth, clock if clocks else "clock unknown", found.kernel, *notes(found)) if text]
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------
@@ -201,6 +205,8 @@ class Report:
     def __init__(self, table: Console, lines: IO[str] | None = None) -> None:
         self.table = table
         self.lines = lines
+        self.noise = NOISE
+        self.command_of: Callable[[Case], str] | None = None  # to print it with each case
         bar = BarColumn(bar_width=20)
         columns = (TextColumn("  {task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
         errors = console(stderr=True)
@@ -296,7 +302,8 @@ class Report:
             *([f"FLOP/s  {flops}"] if self._both else []),
             *(queued if self._queued else ()),
             "memory  the most that a call holds beyond its inputs",
-            f"speed   against the fastest other; ~: spread above {NOISE:.0%}",
+            f"speed   against the fastest other; ~: spread above {self.noise * 100:.3g}%"
+            + (", or clock held down" if self._queued else ""),
         ):
             self.say(f"  {line}", "dim")
 
@@ -322,19 +329,22 @@ class Report:
             self.record(outcome_record(found.case, outcome))
         with self._printing():
             self.say(f"  {found.case.mode} {found.case.label}", "cyan")
+            if self.command_of:
+                self.say(f"  {self.command_of(found.case)}", "dim", paste=True)
             if self._queued and found.timer:
                 self.say(f"  {', '.join(conditions(found))}", "dim")
             for outcome in found.outcomes:
                 if outcome.timing:
-                    self._rows.row(self._cells(found.case, outcome))
+                    self._rows.row(self._cells(found, outcome))
                 else:
                     wrong = outcome.verdict is not None and not outcome.verdict.ok
                     text = f"WRONG: {outcome.verdict}" if wrong else f"not timed: {outcome.why_not}"
                     self.say(f"  {outcome.peer:<{self._name}}{text}", "bold red" if wrong else "dim")
 
-    def _cells(self, case: Case, outcome: Outcome) -> list[tuple[str, str]]:
+    def _cells(self, found: Comparison, outcome: Outcome) -> list[tuple[str, str]]:
+        case = found.case
         ms, spread, host_us, _, _ = timed(outcome)
-        noisy = spread > NOISE
+        noisy = spread > self.noise or bool(found.slowed)
         if case.mode == "decode":
             rate, unit, peak = case.num_bytes / ms * 1e3, "B/s", self._ceilings.bytes_per_s
         else:

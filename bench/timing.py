@@ -79,11 +79,12 @@ def measure(
     max_s: float = 2.0,
     min_rounds: int = MIN_ROUNDS,
     warm_up_s: float | None = None,
+    noise: float = NOISE,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time the peers in turn (A B A B ...), so that a change of clock or of load meets all of them alike.
 
-    Rounds go on for `min_s` seconds a peer, then until every spread is below NOISE, but not past `max_s` a peer; never fewer than
+    Rounds go on for `min_s` seconds a peer, then until every spread is below `noise`, but not past `max_s` a peer; never fewer than
     `min_rounds`.
     """
     for round_ in rounds.values():
@@ -99,7 +100,7 @@ def measure(
             ticks[name].append(round_())
         spent = (clock() - start) / len(rounds)
         timings = {name: summary(of_one) for name, of_one in ticks.items()} if spent >= min_s else {}
-        quiet = timings and all(timing.spread <= NOISE for timing in timings.values())
+        quiet = timings and all(timing.spread <= noise for timing in timings.values())
         enough = all(len(of_one) >= min_rounds for of_one in ticks.values())
         if enough and (quiet or spent >= max_s):
             return timings
@@ -162,6 +163,10 @@ class Place:
 
     def wait(self) -> None:
         """Until all queued work is done."""
+
+    def slowed(self) -> str:
+        """What has held the clock down since this was last asked, beside the limit of power, or ""."""
+        return ""
 
     def free_bytes(self) -> int | None:
         """What can still be allocated, where the system says so."""
