@@ -188,7 +188,7 @@ def draw(picture: Picture, out: Path) -> None:
         "font.size": 10,
         "svg.fonttype": "none",
         "svg.hashsalt": "cupyflash",
-        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans", "Verdana"],
         "text.color": INK,
         "axes.labelcolor": INK,
         "axes.edgecolor": INK,
@@ -197,8 +197,9 @@ def draw(picture: Picture, out: Path) -> None:
     }
     with matplotlib.rc_context(style):
         height = 2.75 * rows + 1.35
-        figure = figure_of(figsize=(WIDTH_PX / DPI, height), dpi=DPI, layout="constrained")
-        figure.get_layout_engine().set(rect=(0.005, 0.33 / height, 0.99, 1 - 1.2 / height), wspace=0.03, hspace=0.06)
+        figure = figure_of(figsize=(WIDTH_PX / DPI, height), dpi=DPI)
+        # Margins in inches, not by a layout engine, whose solver rounds differently from one run to the next.
+        figure.subplots_adjust(0.62 * DPI / WIDTH_PX, 0.75 / height, 1 - 0.1 * DPI / WIDTH_PX, 1 - 1.12 / height, 0.06, 0.3)
         axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
         look = looks(picture)
         for ax, one in zip(axes, picture.panels, strict=False):
