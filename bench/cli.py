@@ -288,7 +288,7 @@ def tour(device: str | None, json_file: str | None) -> int:
 def data_options(dim: str) -> tuple[Callable[[F], F], ...]:
     return (
         click.option("--dim", callback=as_pairs, default=dim, show_default=True, metavar="192-128", help="Of q, k - of v; also 64,128."),
-        click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
+        click.option("--dtype", metavar="NAMES", help=f"A list of {', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
     )
 
 
@@ -485,7 +485,9 @@ def time_cases(
     if timer is not None and timer not in place.timers:
         raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
     check_family(family, place, "BACKWARD" if backward else "FORWARD")
-    cases = cache_cases(place, **shapes) if cached else as_cases(place, varlen=varlen, backward=backward, **shapes)
+    names = (shapes.pop("dtype") or "").split(",")  # "" is the place's default
+    how: dict[str, Any] = {} if cached else {"varlen": varlen, "backward": backward}
+    cases = [case for name in names for case in (cache_cases if cached else as_cases)(place, dtype=name, **how, **shapes)]
     if (json_file, csv_file, md_file).count("-") > 1:
         raise click.UsageError("only one of --json, --csv and --md can be stdout")
     with ExitStack() as stack:
@@ -496,7 +498,7 @@ def time_cases(
         if repro:
             report.command_of = functools.partial(tables.command_of, peers=[peer.name for peer in chosen], rest=as_asked())
         stack.enter_context(kernels.only_family(family))
-        how: dict[str, Any] = {"timer": timer, "cold": cold, "min_rounds": rounds, "min_s": min_time, "max_noise": max_noise}
+        how = {"timer": timer, "cold": cold, "min_rounds": rounds, "min_s": min_time, "max_noise": max_noise}
         found = run_timings(report, cases, chosen, place, **how)
         for write, file in files.items():
             write(found, file)

@@ -17,6 +17,7 @@ from .records import File, Result, in_both, origin, read
 from .report import WIDE, Columns, Report, case_fields, digits
 from .timing import NOISE
 
+NVML = (("clock", "max_clock_mhz", "MHz"), ("power", "power_limit_w", "W"))
 STYLES = {"SAME": "dim", "FASTER": "green", "SLOWER": "bold red", "UNSURE": "yellow"}
 
 
@@ -101,6 +102,8 @@ def names(files: tuple[File, File], peers: str | None) -> set[str]:
 def show(report: Report, files: tuple[File, File], changes: list[Change], *, quiet: bool) -> None:
     for letter, one in zip("AB", files, strict=True):
         report.say(f"{letter}  {one.path.name}: {origin(one)}")
+    if len(machines := {machine_of(one) for one in files}) > 1:
+        report.say(f"not the same machine: {' and '.join(sorted(machines))}", "yellow")
     report.say()
     width = max(13, *(len(change.peer) + 1 for change in changes))
     rows = Columns(report.table, (("", width, 0), ("A ms", 9, 0), ("B ms", 9, 0), ("B / A", 8, 0), ("band", 8, WIDE), ("", 9, 0)))
@@ -126,6 +129,16 @@ def show(report: Report, files: tuple[File, File], changes: list[Change], *, qui
         rows.row(((change.peer, ""), *times, (f"{change.ratio:.3f}", style), (f"±{change.band:.1%}", "dim"), (change.verdict, style)))
         if change.why:
             report.say(f"    {change.why}", "dim")
+
+
+def machine_of(file: File) -> str:
+    """What a time depends on besides the code, as far as the header says it."""
+    found = file.environment
+    if file.ceilings.get("place") == "host" or not found.get("devices"):
+        return f"{found.get('cpu')}, {found.get('cores')} cores"
+    nvml = found.get("nvml") or {}
+    words = (found["devices"][0]["name"], *(f"{name} {nvml[field]:g} {unit}" for name, field, unit in NVML if nvml.get(field)))
+    return " ".join((*words, *([f"driver {nvml['driver_release']}"] if "driver_release" in nvml else [])))
 
 
 def show_alone(report: Report, one: File, keys: list[tuple[Case, str]], *, quiet: bool) -> None:

@@ -114,6 +114,19 @@ def test_exit_codes_and_what_is_listed(write):
     assert "fa3 " not in quiet.split("median")[0]
 
 
+def test_other_machines_are_named(write):
+    def header(watts: float) -> str:
+        nvml = {"driver_release": "580.1", "max_clock_mhz": 1980, "power_limit_w": watts, "clock_mhz": watts}
+        return json.dumps({"record": "environment", "devices": [{"name": "GPU X"}], "nvml": nvml, "time": f"{watts}"})
+
+    files = [write(f"{watts}.jsonl", header(watts), line()) for watts in (700, 500)]
+    text = "not the same machine: GPU X clock 1980 MHz power 500 W driver 580.1 and GPU X clock 1980 MHz power 700 W driver 580.1"
+    assert text in " ".join(run("diff", *files).stdout.split())
+    assert "not the same machine" not in run("diff", files[0], files[0]).stdout
+    host = [write(f"{n}.jsonl", json.dumps({"record": "environment", "cpu": "CPU X", "cores": n}), line()) for n in (2, 4)]
+    assert "not the same machine: CPU X, 2 cores and CPU X, 4 cores" in run("diff", *host).stdout
+
+
 def test_runs_of_one_file_are_joined(write):
     """The median of three; what lies between them is noise that no single run has seen."""
     file = records.read(write("a.jsonl", line(ms=1.0), line(ms=1.2, spread=0.03), line(ms=1.1)))

@@ -86,6 +86,15 @@ def test_repro_prints_it_with_what_was_asked(timed, tmp_path):
     assert "cupyflash-bench" not in run("fwd", *SMALL).stdout
 
 
+def test_dtypes_are_a_list(timed):
+    cases, _ = timed("fwd", "--dtype", "fp32,fp64", "--seqlen", "16,32")
+    assert [(case.dtype, case.seqlen_q) for case in cases] == [(name, n) for name in ("float32", "float64") for n in (16, 32)]
+    cases, _ = timed("decode", "--dtype", "fp16,fp32")
+    assert [case.dtype for case in cases] == ["float16", "float32"]
+    done = run("fwd", "--dtype", "fp32,fp8")
+    assert (done.exit_code, "'fp8' is not one of" in done.stderr) == (2, True)
+
+
 def test_csv_is_the_result_lines(tmp_path):
     done = run("compare", *SMALL, "--window", "3,0", "--csv", str(tmp_path / "a.csv"), "--json", "-")
     assert done.exit_code == 0, done.output
