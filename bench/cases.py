@@ -136,11 +136,21 @@ class Case:
         products = 3 * D + 2 * Dv if self.backward else D + Dv
         return 2 * products * self.visible_pairs * self.num_heads_q
 
+    @cached_property
+    def num_keys(self) -> int:
+        """Keys of all sequences, of one key head, that any query sees: of a window over a long cache the last few."""
+        if self.window_size is None:
+            return self.tokens[1]
+        if self.lengths:
+            return sum(count * self._of_length(n).num_keys for n, count in Counter(self.lengths).items())
+        first, end = self.visible_keys()
+        return self.batch * max(int(end.max() - first.min()), 0)
+
     @property
     def num_bytes(self) -> int:
-        """q, k, v and out, and of a backward their gradients, each once: the least that any implementation moves."""
-        tokens_q, tokens_k = self.tokens
-        rows_q, rows_k = tokens_q * self.num_heads_q, tokens_k * self.num_heads_kv
+        """q, k, v and out, and of a backward their gradients, each once: the least that any implementation moves. Keys that no query sees
+        do not count."""
+        rows_q, rows_k = self.tokens[0] * self.num_heads_q, self.num_keys * self.num_heads_kv
         size_q, size_k, _ = (ITEMSIZE[name] for name in self.dtypes)
         return (rows_q * size_q + rows_k * size_k) * (self.head_dim + self.head_dim_v) * (2 if self.backward else 1)
 
@@ -192,6 +202,12 @@ class Case:
         """The keywords that say where in the arrays the sequences are; none where a batch axis says it."""
         return {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k} if self.lengths else {}
 
+    @property
+    def sink(self) -> dict[str, Array]:
+        """The keyword of sinks, a normal number for each query head, where there are some."""
+        normal = np.random.default_rng(SEED).standard_normal(self.num_heads_q, dtype=np.float32)
+        return {"sink": normal} if "sink" in self.extras else {}
+
     def inputs(self, seed: int = 0) -> Inputs:
         """Normal q, k, v and dout and the arrays of `extras` in host memory, the same for the same seed."""
         rng = np.random.default_rng(seed)
@@ -202,7 +218,7 @@ class Case:
             return (x / DESCALE if dtype in CACHE_DTYPES else x).astype(numpy_dtype(dtype), copy=False)
 
         q, k, v = (normal(*shape, dtype=dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
-        options = {**self.options, **self.packing}
+        options = {**self.options, **self.packing, **self.sink}
         if "alibi" in self.extras:  # the paper's slopes: 2^(-8/H), 2^(-16/H), ...
             options["alibi_slopes"] = np.exp2(-8.0 / Hq * np.arange(1, Hq + 1)).astype(np.float32)
         if "bias" in self.extras:
@@ -210,8 +226,6 @@ class Case:
         if "mask" in self.extras:  # two of three keys; one row of each batch element sees none
             options["mask"] = rng.random((B, 1, Sq, Sk)) < 2 / 3
             options["mask"][:, :, Sq // 2] = False
-        if "sink" in self.extras:
-            options["sink"] = rng.standard_normal(Hq, dtype=np.float32)
         if "seqused" in self.extras:  # all of the first, nothing of the last, something of those between
             options["seqused_q"] = np.linspace(Sq, 0, B).astype(np.int32)
             options["seqused_k"] = np.linspace(Sk, 0, B).astype(np.int32)

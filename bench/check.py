@@ -82,7 +82,7 @@ class Spot(NamedTuple):
 
 class Spots(NamedTuple):
     """What a timed call is worth checking for, since float64 over all of it would take longer than the timing: some parts of its results
-    when it is called with `inputs`. Only these parts are copied from the place. No `extras`."""
+    when it is called with `inputs`. Only these parts are copied from the place. Of the `extras` the sink alone."""
 
     inputs: Inputs
     parts: list[Spot]
@@ -126,7 +126,7 @@ def _out_spots(case: Case, inputs: Inputs, place: Place, rows: int = 32) -> Spot
             where = case.at(b, slice(start, end), h)
             q, k, v = (place.fetch(x) for x in (inputs.q[where], *case.keys_at(inputs, b, keys, h_kv)))
             j = np.arange(keys.start, keys.stop)
-            expected = _weights(case, k_descale * q, k, (first <= j) & (j < last))[0] @ v * v_descale
+            expected = _weights(case, k_descale * q, k, (first <= j) & (j < last), h)[0] @ v * v_descale
             size = np.sqrt((expected * expected).mean(axis=-1, keepdims=True))
             parts.append(Spot(0, where, expected, np.clip(3 * size, 1e-9, 1) + np.abs(expected)))
     return Spots(inputs, parts, LIMITS[case.dtype])
@@ -165,7 +165,7 @@ def _gradient_spots(case: Case, inputs: Inputs, place: Place, rows: int = 128) -
             for h in range(h_kv * group, (h_kv + 1) * group):
                 where = case.at(b, chosen, h)
                 q, dout = (place.fetch(x[where]) for x in (inputs.q, inputs.dout))
-                (dq, *sums), (square, *squares) = _gradients(case, q, k, v, dout, visible, tiny)
+                (dq, *sums), (square, *squares) = _gradients(case, q, k, v, dout, visible, tiny, h)
                 parts.append(spot(0, where, dq, square))
                 of_keys = [so_far + more for so_far, more in zip(of_keys, (*sums, *squares), strict=True)]
             dk, dv, squares_k, squares_v = of_keys
@@ -175,27 +175,29 @@ def _gradient_spots(case: Case, inputs: Inputs, place: Place, rows: int = 128) -
     return Spots(inputs._replace(dout=place.keep_rows(inputs.dout, given)), parts, 2 * LIMITS[case.dtype])
 
 
-def _weights(case: Case, q: Array, k: Array, visible: Array) -> tuple[Array, Array]:
-    """softmax(scale q kᵀ) of one head in float64, and what the soft cap leaves of a change of a score: the reference gathers keys row by
-    row, too slow for rows of 64k of them."""
+def _weights(case: Case, q: Array, k: Array, visible: Array, head: int) -> tuple[Array, Array]:
+    """softmax(scale q kᵀ) of one head in float64, its sink in the sum, and what the soft cap leaves of a change of a score: the reference
+    gathers keys row by row, too slow for rows of 64k of them."""
     scores = q @ k.T * (case.softmax_scale or case.head_dim**-0.5)
     slope = np.ones(())
     if case.softcap is not None:
         capped = np.tanh(scores / case.softcap)
         scores, slope = case.softcap * capped, 1 - capped * capped
     scores = np.where(visible, scores, -np.inf)
-    row_max = scores.max(axis=1, keepdims=True, initial=-np.inf)
-    weights = np.exp(scores - np.where(np.isfinite(row_max), row_max, 0))
-    row_sum = weights.sum(axis=1, keepdims=True)
+    sink = float(case.sink["sink"][head]) if case.sink else -np.inf
+    row_max = scores.max(axis=1, keepdims=True, initial=sink)
+    row_max = np.where(np.isfinite(row_max), row_max, 0)
+    weights = np.exp(scores - row_max)
+    row_sum = weights.sum(axis=1, keepdims=True) + np.exp(sink - row_max)
     return weights / np.where(row_sum == 0, 1, row_sum), slope
 
 
 def _gradients(
-    case: Case, q: Array, k: Array, v: Array, dout: Array, visible: Array, tiny: float
+    case: Case, q: Array, k: Array, v: Array, dout: Array, visible: Array, tiny: float, head: int
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
     """(dq, dk, dv) of one head in float64, and for each row the mean square of what its terms would add up to if they were independent."""
     scale = case.softmax_scale or case.head_dim**-0.5
-    P, slope = _weights(case, q, k, visible)
+    P, slope = _weights(case, q, k, visible, head)
     dP, delta = dout @ v.T, (dout * (P @ v)).sum(axis=1, keepdims=True)
     dS = scale * slope * P * (dP - delta)
     size_S, size_P = (np.where(visible, np.maximum(x, tiny), 0) for x in (slope * P * (np.abs(dP) + np.abs(delta)), P))

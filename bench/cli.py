@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import math
@@ -16,14 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import click
 
 import cupyflash
 
 from . import check as checking
-from . import gpu, kernels, tune
+from . import gpu, kernels, tables, tune
 from . import peers as contestants
 from .cases import (
     CACHE_DTYPES,
@@ -40,6 +41,7 @@ from .cases import (
 )
 from .machine import diagnose, environment, nvidia_driver
 from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
+from .presets import preset_option
 from .report import Report, console
 from .timing import HOST, MIN_ROUNDS, Place
 
@@ -124,6 +126,19 @@ def as_window(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return left, right
 
 
+def as_share(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """ "3%" -> 0.03."""
+    if value is None:
+        return None
+    try:
+        share = float(value.removesuffix("%")) / 100
+        if not (value.endswith("%") and 0 <= share < 10):
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no share: write 3%") from None
+    return share
+
+
 def dtype_name(text: str) -> str:
     """A dtype by its short or its long name."""
     name = {brief: name for name, brief in DTYPES.items()}.get(text, text)
@@ -145,14 +160,27 @@ def as_names(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 def add_sites(ctx: click.Context, param: click.Parameter, folders: tuple[str, ...]) -> None:
     """In front of what is installed, and with the .pth files in them, which PYTHONPATH would not read."""
+    ctx.meta["sites"] = folders
     for folder in folders:
         before = list(sys.path)
         site.addsitedir(os.path.abspath(folder))  # noqa: PTH100 - the one form that sys.path has
         sys.path[:] = [*(path for path in sys.path if path not in before), *before]
 
 
+ELSEWHERE = ("cache", "ceilings", "diff", "plot")  # commands in modules of their names, imported when they are asked for
+
+
 class Commands(click.Group):
     """A group whose first command is the tour, whose mistakes are one line, and whose commands return their exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted((*super().list_commands(ctx), *ELSEWHERE))
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        found: click.Command | None = (
+            importlib.import_module(f".{name}", __package__).command if name in ELSEWHERE else super().get_command(ctx, name)
+        )
+        return found
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
@@ -184,17 +212,21 @@ def json_option(function: F) -> F:
     return click.option("--json", "json_file", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE", help=text)(function)
 
 
-def open_report(json_file: str | None, stack: ExitStack, **more: Any) -> Report:
+def open_report(json_file: str | None, stack: ExitStack, *, stderr: bool = False, **more: Any) -> Report:
     """The report of a command, with the header record and what is `more` in it already in its JSON lines."""
     if json_file is None:
-        return Report(console())
-    try:
-        lines = click.open_file(json_file, "w", encoding="utf-8")
-    except OSError as error:
-        raise click.BadParameter(f"cannot write {json_file}: {error.strerror}", param_hint="'--json'") from None
-    report = Report(console(stderr=json_file == "-"), stack.enter_context(lines))
+        return Report(console(stderr=stderr))
+    report = Report(console(stderr=stderr or json_file == "-"), open_lines(json_file, stack, "--json"))
     report.record({**environment(), **more})
     return report
+
+
+def open_lines(file: str, stack: ExitStack, option: str) -> IO[str]:
+    """A file to write, "-" for stdout."""
+    try:
+        return stack.enter_context(click.open_file(file, "w", encoding="utf-8"))
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {file}: {error.strerror}", param_hint=f"'{option}'") from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -256,7 +288,7 @@ def tour(device: str | None, json_file: str | None) -> int:
 def data_options(dim: str) -> tuple[Callable[[F], F], ...]:
     return (
         click.option("--dim", callback=as_pairs, default=dim, show_default=True, metavar="192-128", help="Of q, k - of v; also 64,128."),
-        click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
+        click.option("--dtype", metavar="NAMES", help=f"A list of {', '.join(DTYPES.values())}; default bf16 on a GPU, fp32 on the host."),
     )
 
 
@@ -277,11 +309,27 @@ def peer_options(default: str | None) -> tuple[Callable[[F], F], ...]:
 
 
 batch_option = click.option("--batch", callback=as_sizes, metavar="SIZES", help="Sequences; default 1.")
+MASK_OPTIONS = (
+    click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
+    click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
+    click.option("--sink", is_flag=True, help="A score for each head that only adds to the sum of the weights."),
+)
 HOW_OPTIONS = (
     click.option("--list-peers", is_flag=True, help="Say which peers are here, and why others are not."),
     click.option(
         "--timer", type=click.Choice(["graph", "events", "wall"]), help="Default graph on a GPU; wall is all there is on the host."
     ),
+    click.option(
+        *("--max-noise", "max_noise"),
+        callback=as_share,
+        default="5%",
+        show_default=True,
+        metavar="5%",
+        help="Rounds go on for up to four times --min-time until spreads are below; ~ marks those that are not.",
+    ),
+    click.option("--repro", is_flag=True, help="Print the command that times a case alone above its rows."),
+    click.option("--csv", "csv_file", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE", help="Write a table of results."),
+    click.option("--md", "md_file", type=click.Path(dir_okay=False, allow_dash=True), metavar="FILE", help="The same in Markdown."),
 )
 ROUND_OPTIONS = (
     click.option("--cold/--warm", default=True, show_default=True, help="Inputs out of the GPU's L2 cache, or left in it."),
@@ -334,7 +382,7 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
         click.option("--seqlen", callback=as_sizes, metavar="SIZES", help="Queries, and keys as many; default 1k."),
         click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
         click.option("--tokens", callback=as_sizes, metavar="SIZES", help="As many sequences as make this many queries; not --batch."),
-        *(() if tuning else PACKED_OPTIONS),
+        *(() if tuning else (*PACKED_OPTIONS, preset_option)),
         click.option(
             "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
         ),
@@ -342,8 +390,7 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
         click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
         click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
         click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
-        click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
-        click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
+        *(MASK_OPTIONS[:2] if tuning else MASK_OPTIONS),
         *peer_options(default_peers),
         click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, bwd_sm80, ..."),
         *(() if tuning else HOW_OPTIONS),
@@ -372,7 +419,17 @@ def bwd(deterministic: bool, **options: Any) -> int:
 
 
 @main.command(epilog=SIZES)
-@all_of(*CACHE_OPTIONS, *data_options("128"), *peer_options("all"), *HOW_OPTIONS, *ROUND_OPTIONS, device_option, json_option)
+@all_of(
+    *CACHE_OPTIONS,
+    preset_option,
+    *data_options("128"),
+    *MASK_OPTIONS,
+    *peer_options("all"),
+    *HOW_OPTIONS,
+    *ROUND_OPTIONS,
+    device_option,
+    json_option,
+)
 def decode(**options: Any) -> int:
     """Time a few new tokens over a cache of keys, by every implementation found here.
 
@@ -407,6 +464,10 @@ def time_cases(
     cold: bool,
     rounds: int,
     min_time: float,
+    max_noise: float,
+    repro: bool,
+    csv_file: str | None,
+    md_file: str | None,
     family: str | None = None,
     varlen: bool = False,
     cached: bool = False,
@@ -424,11 +485,39 @@ def time_cases(
     if timer is not None and timer not in place.timers:
         raise click.BadParameter(f"{timer!r} needs a GPU: the host path returns when its work is done", param_hint="'--timer'")
     check_family(family, place, "BACKWARD" if backward else "FORWARD")
-    cases = cache_cases(place, **shapes) if cached else as_cases(place, varlen=varlen, backward=backward, **shapes)
+    names = (shapes.pop("dtype") or "").split(",")  # "" is the place's default
+    how: dict[str, Any] = {} if cached else {"varlen": varlen, "backward": backward}
+    cases = [case for name in names for case in (cache_cases if cached else as_cases)(place, dtype=name, **how, **shapes)]
+    if (json_file, csv_file, md_file).count("-") > 1:
+        raise click.UsageError("only one of --json, --csv and --md can be stdout")
     with ExitStack() as stack:
-        report = open_report(json_file, stack, peers=contestants.versions(chosen), family=family)
+        writers = {tables.write_csv: ("--csv", csv_file), tables.write_md: ("--md", md_file)}
+        files = {write: open_lines(file, stack, option) for write, (option, file) in writers.items() if file}
+        report = open_report(json_file, stack, stderr="-" in (csv_file, md_file), peers=contestants.versions(chosen), family=family)
+        report.noise = max_noise
+        if repro:
+            report.command_of = functools.partial(tables.command_of, peers=[peer.name for peer in chosen], rest=as_asked())
         stack.enter_context(kernels.only_family(family))
-        return exit_code(run_timings(report, cases, chosen, place, timer=timer, cold=cold, min_rounds=rounds, min_s=min_time))
+        how = {"timer": timer, "cold": cold, "min_rounds": rounds, "min_s": min_time, "max_noise": max_noise}
+        found = run_timings(report, cases, chosen, place, **how)
+        for write, file in files.items():
+            write(found, file)
+    return exit_code(found)
+
+
+def as_asked() -> list[str]:
+    """The options of this command that are no case, as they were given."""
+    context = click.get_current_context()
+    names = ("device", "family", "timer", "cold", "rounds", "min_time", "max_noise")
+    given = {name: context.params[name] for name in names if is_given(context, name)}
+    sites = [word for folder in context.meta.get("sites", ()) for word in ("--site", folder)]
+    spelled = {"cold": ["--cold" if given.get("cold") else "--warm"], "max_noise": ["--max-noise", f"{given.get('max_noise', 0) * 100:g}%"]}
+    return sites + [word for name, x in given.items() for word in spelled.get(name, [f"--{name.replace('_', '-')}", str(x)])]
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    sources = click.core.ParameterSource
+    return context.get_parameter_source(name) not in (sources.DEFAULT, sources.DEFAULT_MAP, None) and name in context.params
 
 
 def check_family(family: str | None, place: Place, table: str = "FORWARD") -> None:
@@ -450,6 +539,7 @@ def as_cases(
     causal: str | None,
     window: tuple[int | None, int | None] | None,
     softcap: float | None,
+    sink: bool = False,
     varlen: bool = False,
     longest: int | None = None,
     backward: bool = False,
@@ -465,12 +555,16 @@ def as_cases(
     else:
         shapes = dense_shapes(batch or (1,), seqlen or (1024,), seqlen_k, tokens)
     masks = {"both": (False, True), "yes": (True,)}.get(causal or "no", (False,))
-    how: dict[str, Any] = {"dtype": name, "window_size": window, "softcap": softcap, "backward": backward, "deterministic": deterministic}
+    how: dict[str, Any] = {**masked_by(window, softcap, sink), "dtype": name, "backward": backward, "deterministic": deterministic}
     cases = []
     for (d, dv), masked, shape in itertools.product(dim, masks, shapes):
         hq, hkv = heads or (max(1, 2048 // d),) * 2
         cases.append(Case(num_heads_q=hq, num_heads_kv=hkv, head_dim=d, head_dim_v=dv, causal=masked, **shape, **how))
     return cases
+
+
+def masked_by(window: tuple[int | None, int | None] | None, softcap: float | None, sink: bool) -> dict[str, Any]:
+    return {"window_size": window, "softcap": softcap, "extras": ("sink",) if sink else ()}
 
 
 def check_heads(*pairs: tuple[int, int]) -> None:
@@ -499,6 +593,9 @@ def cache_cases(
     cache: str | None,
     dim: tuple[tuple[int, int], ...],
     dtype: str | None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sink: bool = False,
 ) -> list[CacheCase]:
     """Every combination of the options, the head dims outermost, the pages innermost."""
     check_heads(*heads)
@@ -511,8 +608,9 @@ def cache_cases(
         needed = "torch with CUDA" if place.arch else "ml_dtypes"
         raise click.BadParameter(f"fp8 needs {needed}, which is not installed", param_hint="'--cache'")
     name, kept = dtype_at(place, dtype), {brief: name for name, brief in CACHE_DTYPES.items()}.get(cache or "", "")
+    how = masked_by(window, softcap, sink)
     return [
-        CacheCase(b, n, keys, hq, hkv, d, dv, name, causal=n > 1, page_size=slots, cache_dtype=kept)
+        CacheCase(b, n, keys, hq, hkv, d, dv, name, causal=n > 1, page_size=slots, cache_dtype=kept, **how)
         for (d, dv), (hq, hkv), (b, keys), n, slots in itertools.product(dim, heads, cells, rows, page_size)
     ]
 

@@ -24,7 +24,7 @@ import cupyflash
 from . import check, cublas, nvml
 from .cases import CACHE_DTYPES, DESCALE, Case, Inputs
 from .machine import nvidia_driver
-from .timing import Call, CaptureError, Ceilings, Place, Round, Tick, measure
+from .timing import Call, CaptureError, Ceilings, Place, Round, Tick, Timing, measure
 
 ROUND_MS = 5.0  # work between two events: their own cost, some microseconds, is then below a thousandth
 MAX_CALLS = 400  # in a round: the driver's queue holds about a thousand kernels, and a call may be more than one
@@ -116,6 +116,7 @@ class Gpu(Place):
         self._cupy = cupy
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._entered: list[ExitStack] = []
+        self._slowed: set[str] = set()
         self._spin, self._read_all = (cupy.RawKernel(_KERNELS, name) for name in ("spin", "read_all"))
         self.timers = {"graph": self._graph, "events": self._events, "wall": self._wall}
         device, runtime = cupy.cuda.Device().id, cupy.cuda.runtime
@@ -145,7 +146,8 @@ class Gpu(Place):
         """Normal q, k, v, dout, and where the sequences are, which all sets share: torch tensors where there is torch, else CuPy arrays."""
         sets = min(MAX_SETS, -(-self.cache_bytes // max(case.num_bytes, 1))) if cold else 1
         shapes = (*case.shapes, case.out_shape) if case.backward else case.shapes
-        options = {**case.options, **{name: self._put(x) if isinstance(x, np.ndarray) else x for name, x in case.packing.items()}}
+        given = {**case.options, **case.packing, **case.sink}
+        options = {name: self._put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
         kinds = [*zip(shapes, (*case.dtypes, case.dtype), strict=False)]
         arrays = ([self._normal(*kind, len(kinds) * n + i) for i, kind in enumerate(kinds)] for n in range(sets))
         return [Inputs(q, k, v, options, *dout) for q, k, v, *dout in arrays]
@@ -284,7 +286,14 @@ class Gpu(Place):
         return lambda: kept[0].launch(self._stream)
 
     def _clock_mhz(self) -> int | None:
-        return self._sensor.clock_mhz() if self._sensor else None
+        if self._sensor is None:
+            return None
+        self._slowed |= self._sensor.slowed()
+        return self._sensor.clock_mhz()
+
+    def slowed(self) -> str:
+        since, self._slowed = self._slowed, set()
+        return " and ".join(sorted(since))
 
     # What the machine has -------------------------------------------------------------------------------------------------------
 
@@ -310,24 +319,43 @@ class Gpu(Place):
         return int(self._cupy.cuda.runtime.memGetInfo()[0]) + int(idle)
 
     def ceilings(self) -> Ceilings:
-        """bf16 matmul of 8192³ by cuBLAS, through torch or CuPy, and a kernel that reads 4 GiB; about half a second."""
+        """The two rates that tables divide by: half a second."""
+        matmul = "matmul_bf16" if self.torch is not None else "matmul_fp16"
+        found = self.rates((matmul, "read"), min_s=0.1)
+        return Ceilings(found.get(matmul), found["read"])
+
+    def rates(
+        self, names: Sequence[str] = ("read", "copy", "matmul_bf16", "matmul_fp16", "launch_us"), *, min_s: float = 0.5
+    ) -> dict[str, float]:
+        """FLOP/s and bytes/s at best, by name: matmuls of 8192³ by cuBLAS, through torch or CuPy (float16 alone), a kernel that reads 4 GiB
+        and a copy from one half of them to the other; and microseconds of an empty kernel, on the GPU and on the host."""
         with self:
             size = min(4 << 30, self.free_bytes() // 4) & -(1 << 20)
-            data, seen = self._cupy.zeros(size // 4, self._cupy.uint32), self._cupy.zeros(1, self._cupy.uint32)
-            blocks = 16 * self._cupy.cuda.Device().attributes["MultiProcessorCount"]
-            rounds = {"read": self._events([lambda: self._read_all((blocks,), (256,), (data, size // 16, seen))])}
-            if matmul := self._matmul(8192):
-                rounds["matmul"] = self._events([matmul])
-            found = measure(rounds, min_s=0.1, max_s=0.3)
-            rounds.clear()
+            found = self._measured(names, size, min_s)
         self._cupy.get_default_memory_pool().free_all_blocks()  # else the rest would have 4 GiB less
-        flops_per_s = 2 * 8192**3 / found["matmul"].ms * 1e3 if "matmul" in found else None
-        return Ceilings(flops_per_s, size / found["read"].ms * 1e3)
+        launch = found.pop("launch_us", None)
+        rates = {name: (2 * 8192**3 if "matmul" in name else size) / timing.ms * 1e3 for name, timing in found.items()}
+        return {**rates, **({"launch_us": launch.ms * 1e3, "launch_host_us": launch.host_us or 0.0} if launch else {})}
 
-    def _matmul(self, n: int) -> Call | None:
-        if self.torch is None and why_no_cublas():
+    def _measured(self, names: Sequence[str], size: int, min_s: float) -> dict[str, Timing]:
+        """The timings of `rates`, as far as they can be made here; its arrays are free again afterwards."""
+        data, seen = self._cupy.zeros(size // 4, self._cupy.uint32), self._cupy.zeros(1, self._cupy.uint32)
+        blocks = 16 * self._cupy.cuda.Device().attributes["MultiProcessorCount"]
+        half, runtime = size // 2, self._cupy.cuda.runtime
+        kind = runtime.memcpyDeviceToDevice
+        calls: dict[str, Call | None] = {
+            "read": lambda: self._read_all((blocks,), (256,), (data, size // 16, seen)),
+            "copy": lambda: runtime.memcpyAsync(data.data.ptr + half, data.data.ptr, half, kind, self._stream.ptr),
+            "launch_us": lambda: self._spin((1,), (1,), (0,)),
+            **{name: self._matmul(8192, name.removeprefix("matmul_")) for name in names if name.startswith("matmul_")},
+        }
+        return measure({name: self._events([call]) for name in names if (call := calls[name])}, min_s=min_s, max_s=3 * min_s)
+
+    def _matmul(self, n: int, dtype: str) -> Call | None:
+        if self.torch is None and (dtype != "fp16" or why_no_cublas()):
             return None
-        a, b = (self._normal((1, 1, n, n), "bfloat16" if self.torch is not None else "float16", seed) for seed in (1, 2))
+        name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+        a, b = (self._normal((1, 1, n, n), name, seed) for seed in (1, 2))
         if self.torch is None:
             return functools.partial(cublas.multiply, a, b, self._cupy.empty_like(a))
         return functools.partial(self.torch.matmul, a, b, out=self.torch.empty_like(a))

@@ -15,12 +15,18 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cupyflash
 from cupyflash import api, backward, device, environment, jit, plan, variants
 
 ALL_OPTIONS = ("alibi", "bias", "local", "mask", "sink", "softcap", "used")
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels."""
+    return environment.cache_dir()
 
 
 def families(table: str = "FORWARD") -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What the driver's management library (NVML, installed with every driver) says of a GPU: its clock while it works, and its limits.
 
-Through ctypes, as `machine` reads libcuda: four functions are no reason for a dependency.
+Through ctypes, as `machine` reads libcuda: five functions are no reason for a dependency.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import sys
 from typing import Any
 
 _SM = 1  # NVML_CLOCK_SM
+# Of nvmlClocksEventReasons, those that say that something is wrong. The limit of power (4) is not among them: a chip whose tensor cores are
+# busy is always at it, and its numbers are what anybody gets.
+_SLOWED = {0x08: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
 
 
 class Sensor:
@@ -44,6 +47,17 @@ class Sensor:
     def clock_mhz(self) -> int | None:
         """The clock of the SMs at this moment."""
         return self._number("nvmlDeviceGetClockInfo", _SM)
+
+    def slowed(self) -> set[str]:
+        """What holds the clock down at this moment beside the limit of power."""
+        reasons = ctypes.c_ulonglong()
+        for name in ("Event", "Throttle"):  # the second is what drivers before 535 call it
+            try:
+                self._ask(f"nvmlDeviceGetCurrentClocks{name}Reasons", self._device, ctypes.byref(reasons))
+            except OSError:
+                continue
+            return {what for bit, what in _SLOWED.items() if reasons.value & bit}
+        return set()
 
     def facts(self) -> dict[str, Any]:
         """What a number depends on besides the kind of GPU: the driver's release, the clock's and the power's limit."""

@@ -431,7 +431,7 @@ class FlashAttention(Peer):
         return _no_torch() or (None if found else f"no module {self.module} ({self.package}); --site adds a folder of packages")
 
     def why_not(self, case: Case, place: Place) -> str | None:
-        return _cache_cannot(case, pages=self.has_caches)
+        return "its sinks are timed nowhere here" if case.extras else _cache_cannot(case, pages=self.has_caches)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         name = "flash_attn_varlen_func" if case.lengths else "flash_attn_func"
@@ -498,7 +498,7 @@ class Outcome(NamedTuple):
 
 class Comparison(NamedTuple):
     """The outcomes of a case, and what they share: the timer, whether each call found its inputs cold (None: not controlled), the kernels
-    that the library chose, and why the timer is not the one asked for."""
+    that the library chose, why the timer is not the one asked for, and what held the clock down meanwhile."""
 
     case: Case
     outcomes: list[Outcome]
@@ -506,6 +506,7 @@ class Comparison(NamedTuple):
     cold: bool | None = None
     kernel: str | None = None
     note: str = ""
+    slowed: str = ""
 
 
 def compare(
@@ -517,6 +518,7 @@ def compare(
     cold: bool = True,
     min_s: float = 0.3,
     min_rounds: int = timing.MIN_ROUNDS,
+    max_noise: float = timing.NOISE,
     deadline: float | None = None,
 ) -> Comparison:
     """Run the case by each peer: first call, check of its result, interleaved rounds, memory. Wrong results are not timed.
@@ -537,9 +539,11 @@ def compare(
             outcomes |= {name: outcomes[name]._replace(why_not=LATE) for name in ready}
         elif ready:
             name, rounds, note = _rounds(ready, place.timers, timer)
-            timings = timing.measure(rounds, min_s=min_s, max_s=4 * min_s, min_rounds=min_rounds)
+            place.slowed()  # what was before
+            timings = timing.measure(rounds, min_s=min_s, max_s=4 * min_s, min_rounds=min_rounds, noise=max_noise)
             is_cold = len(sets) * case.num_bytes >= place.cache_bytes if place.cache_bytes else None
-            found = found._replace(timer=name, cold=is_cold, kernel=", ".join(_kernels(case)) if place.arch else None, note=note)
+            kernel = ", ".join(_kernels(case)) if place.arch else None
+            found = found._replace(timer=name, cold=is_cold, kernel=kernel, note=note, slowed=place.slowed())
             del rounds  # graphs hold memory
             for name, calls in ready.items():
                 others = [timings[other].ms for other in timings if other != name]
@@ -598,6 +602,7 @@ def problem(case: Case) -> dict[str, Any]:
     quantised cache change no kernel."""
     sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "dtype")
     more = {name: x for name, x in case.options.items() if not name.endswith("_descale")}
+    more |= dict.fromkeys(case.sink, True)
     more |= {**({"packed": True} if case.lengths else {}), **({"wrt": ("q", "k", "v")} if case.backward else {})}
     if isinstance(case, CacheCase):
         more |= {"cached": True, "page_size": case.page_size or None, "cache_dtype": case.cache_dtype or None}

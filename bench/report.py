@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from . import limits
 from .cases import DTYPES, SEED, CacheCase, Case, drawn_lengths, short
 from .check import LIMITS, Verdict
 from .kernels import Built, Trial, source_line
@@ -43,6 +44,8 @@ def console(*, stderr: bool = False) -> Console:
 def case_fields(case: Case) -> dict[str, Any]:
     sizes = ("head_dim", "head_dim_v", "num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_k")
     fields = {name: getattr(case, name) for name in ("mode", *sizes, "causal", "window_size", "softcap", "dtype")}
+    fields |= {"deterministic": True} if case.deterministic else {}
+    fields |= {"extras": list(case.extras)} if case.extras else {}
     if isinstance(case, CacheCase):
         return {**fields, "page_size": case.page_size or None, "cache_dtype": case.dtypes[1]}
     return {**fields, **packing_fields(case)} if case.lengths else fields
@@ -81,8 +84,12 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
         "clock_mhz": timing.clock_mhz,
         "error": finite(outcome.verdict.error) if outcome.verdict else None,
         "kernel": found.kernel if outcome.peer == OURS else None,
-        "note": found.note or None,
+        "note": "; ".join(notes(found)) or None,
     }
+
+
+def notes(found: Comparison) -> list[str]:
+    return [text for text in (found.note, f"slowed by {found.slowed}" if found.slowed else "") if text]
 
 
 def rate_fields(case: Case, timing: Timing) -> dict[str, float]:
@@ -154,7 +161,7 @@ def conditions(found: Comparison) -> list[str]:
     low, high = (f"{bound(clocks):.0f}" for bound in (min, max)) if clocks else ("", "")
     clock = f"{low} MHz" if low == high else f"{low}-{high} MHz"
     warmth = {None: "", True: "cold", False: "hot"}[found.cold]
-    return [text for text in (found.timer, warmth, clock if clocks else "clock unknown", found.kernel, found.note) if text]
+    return [text for text in (found.timer, warmth, clock if clocks else "clock unknown", found.kernel, *notes(found)) if text]
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------
@@ -198,6 +205,8 @@ class Report:
     def __init__(self, table: Console, lines: IO[str] | None = None) -> None:
         self.table = table
         self.lines = lines
+        self.noise = NOISE
+        self.command_of: Callable[[Case], str] | None = None  # to print it with each case
         bar = BarColumn(bar_width=20)
         columns = (TextColumn("  {task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
         errors = console(stderr=True)
@@ -257,11 +266,12 @@ class Report:
 
     def start_timings(self, place: Place, names: Iterable[str], cases: Sequence[Case]) -> None:
         """Measure what the machine can reach, and begin the table, in which these peers have room and these cases what limits them."""
-        self._ceilings = place.ceilings()
-        self.record({"record": "ceilings", "place": place.name, **self._ceilings._asdict()})
+        kept = limits.stored(place)
+        self._ceilings = kept.ceilings if kept else place.ceilings()
+        self.record({"record": "ceilings", "place": place.name, **self._ceilings._asdict(), "measured": kept.day if kept else None})
         flops, read = self._ceilings
         matmul = f"{si(flops, 'FLOP/s')} matmul" if flops else "matmul unknown (no cuBLAS)"
-        self.say(f"  peak  {matmul}, {si(read, 'B/s') if read else 'unknown'} read, measured now\n")
+        self.say(f"  peak  {matmul}, {si(read, 'B/s') if read else 'unknown'} read, measured {kept.day if kept else 'now'}\n")
         queued = place.arch is not None
         self._name = max([NAME, *(len(name) + 1 for name in names)])
         wide, wider = (width + self._name - NAME for width in (WIDE, WIDER))
@@ -292,7 +302,8 @@ class Report:
             *([f"FLOP/s  {flops}"] if self._both else []),
             *(queued if self._queued else ()),
             "memory  the most that a call holds beyond its inputs",
-            f"speed   against the fastest other; ~: spread above {NOISE:.0%}",
+            f"speed   against the fastest other; ~: spread above {self.noise * 100:.3g}%"
+            + (", or clock held down" if self._queued else ""),
         ):
             self.say(f"  {line}", "dim")
 
@@ -318,19 +329,22 @@ class Report:
             self.record(outcome_record(found.case, outcome))
         with self._printing():
             self.say(f"  {found.case.mode} {found.case.label}", "cyan")
+            if self.command_of:
+                self.say(f"  {self.command_of(found.case)}", "dim", paste=True)
             if self._queued and found.timer:
                 self.say(f"  {', '.join(conditions(found))}", "dim")
             for outcome in found.outcomes:
                 if outcome.timing:
-                    self._rows.row(self._cells(found.case, outcome))
+                    self._rows.row(self._cells(found, outcome))
                 else:
                     wrong = outcome.verdict is not None and not outcome.verdict.ok
                     text = f"WRONG: {outcome.verdict}" if wrong else f"not timed: {outcome.why_not}"
                     self.say(f"  {outcome.peer:<{self._name}}{text}", "bold red" if wrong else "dim")
 
-    def _cells(self, case: Case, outcome: Outcome) -> list[tuple[str, str]]:
+    def _cells(self, found: Comparison, outcome: Outcome) -> list[tuple[str, str]]:
+        case = found.case
         ms, spread, host_us, _, _ = timed(outcome)
-        noisy = spread > NOISE
+        noisy = spread > self.noise or bool(found.slowed)
         if case.mode == "decode":
             rate, unit, peak = case.num_bytes / ms * 1e3, "B/s", self._ceilings.bytes_per_s
         else:

@@ -79,11 +79,12 @@ def measure(
     max_s: float = 2.0,
     min_rounds: int = MIN_ROUNDS,
     warm_up_s: float | None = None,
+    noise: float = NOISE,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time the peers in turn (A B A B ...), so that a change of clock or of load meets all of them alike.
 
-    Rounds go on for `min_s` seconds a peer, then until every spread is below NOISE, but not past `max_s` a peer; never fewer than
+    Rounds go on for `min_s` seconds a peer, then until every spread is below `noise`, but not past `max_s` a peer; never fewer than
     `min_rounds`.
     """
     for round_ in rounds.values():
@@ -99,7 +100,7 @@ def measure(
             ticks[name].append(round_())
         spent = (clock() - start) / len(rounds)
         timings = {name: summary(of_one) for name, of_one in ticks.items()} if spent >= min_s else {}
-        quiet = timings and all(timing.spread <= NOISE for timing in timings.values())
+        quiet = timings and all(timing.spread <= noise for timing in timings.values())
         enough = all(len(of_one) >= min_rounds for of_one in ticks.values())
         if enough and (quiet or spent >= max_s):
             return timings
@@ -163,6 +164,10 @@ class Place:
     def wait(self) -> None:
         """Until all queued work is done."""
 
+    def slowed(self) -> str:
+        """What has held the clock down since this was last asked, beside the limit of power, or ""."""
+        return ""
+
     def free_bytes(self) -> int | None:
         """What can still be allocated, where the system says so."""
         return available_memory()
@@ -180,13 +185,24 @@ class Place:
             tracemalloc.stop()
 
     def ceilings(self) -> Ceilings:
-        """float32 matmul of 1024³ (2.1 GFLOP) and a dot product over 128 MB, which no cache holds: 0.5 s together."""
+        """The two rates that tables divide by: half a second."""
+        found = self.rates(("matmul_fp32", "read"), min_s=0.1)
+        return Ceilings(found["matmul_fp32"], found["read"])
+
+    def rates(self, names: Sequence[str] = ("read", "copy", "matmul_fp32"), *, min_s: float = 0.5) -> dict[str, float]:
+        """FLOP/s and bytes/s at best, by name: a float32 matmul of 1024³ (2.1 GFLOP), and a dot product over and a copy of 128 MB, which no
+        cache holds."""
         a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
         out = np.empty_like(a)
         big = np.ones(1 << 25, np.float32)
-        rounds = {"matmul": wall([lambda: np.matmul(a, b, out=out)]), "read": wall([lambda: np.dot(big, big)])}
-        matmul, read = measure(rounds, min_s=0.1, max_s=0.2).values()
-        return Ceilings(2 * 1024**3 / matmul.ms * 1e3, big.nbytes / read.ms * 1e3)
+        other = np.empty_like(big) if "copy" in names else big
+        work: dict[str, tuple[int, Call]] = {
+            "read": (big.nbytes, lambda: np.dot(big, big)),
+            "copy": (2 * big.nbytes, lambda: np.copyto(other, big)),
+            "matmul_fp32": (2 * 1024**3, lambda: np.matmul(a, b, out=out)),
+        }
+        found = measure({name: wall([work[name][1]]) for name in names}, min_s=min_s, max_s=2 * min_s)
+        return {name: work[name][0] / timing.ms * 1e3 for name, timing in found.items()}
 
 
 HOST = Place()

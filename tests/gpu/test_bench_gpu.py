@@ -191,6 +191,16 @@ def test_ceilings_are_those_of_a_gpu(place):
     assert flops_per_s is None or flops_per_s > 1e12
 
 
+def test_rates_of_a_gpu(place):
+    rates = place.rates(min_s=0.05)
+    assert rates["copy"] > 1e11
+    assert 0.5 < rates["copy"] / rates["read"] < 1.2
+    assert 0.1 < rates["launch_us"] < 50
+    assert 0.1 < rates["launch_host_us"] < 500
+    assert all(rate > 1e12 for name, rate in rates.items() if name.startswith("matmul"))
+    assert place.free_bytes() > 4 << 30  # nothing of it is held
+
+
 def test_the_smoke_test_of_doctor():
     assert gpu.smoke().ok
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from bench import check, cli, cublas, gpu, kernels, machine, nvml, peers, report, timing
+from bench import check, cli, cublas, gpu, kernels, limits, machine, nvml, peers, report, timing
 from bench.cases import DESCALE, SEED, CacheCase, Case, available_dtypes, check_suite, drawn_lengths, packed
 
 SMALL = Case(1, 48, 48, 2, 2, 16, 16, "float32", causal=True)
@@ -42,6 +42,7 @@ WHY_NOT = gpu.why_not
 def no_gpu(monkeypatch):
     """The same here as on a machine with a GPU: what needs one is in tests/gpu."""
     monkeypatch.setattr(gpu, "why_not", lambda: "no NVIDIA driver, so no GPU")
+    monkeypatch.setattr(limits, "stored", lambda place: None)
 
 
 def run(*arguments: str, **environment: str | None) -> Result:
@@ -61,7 +62,7 @@ def small(monkeypatch):
     monkeypatch.setattr(timing.Place, "ceilings", lambda place: timing.Ceilings(1e11, 1e10))
     monkeypatch.setattr(timing, "WARM_UP_S", 0.0)
     measure = timing.measure
-    monkeypatch.setattr(timing, "measure", lambda rounds, min_s, max_s, min_rounds: measure(rounds, min_s=0, max_s=0, min_rounds=2))
+    monkeypatch.setattr(timing, "measure", lambda rounds, **how: measure(rounds, min_s=0, max_s=0, min_rounds=2))
 
 
 # --- what a case costs --------------------------------------------------------------------------------------------------------
@@ -1226,7 +1227,7 @@ def test_gradients_on_a_gpu_by_the_kernels_that_compute_them(monkeypatch, comman
     timed = [record for record in records if "record" not in record]
     assert [(record["mode"], record["peer"], record["head_dim"]) for record in timed] == [("bwd", "cupyflash", d) for d in (128, 256)]
     for record, chosen in zip(timed, names, strict=True):
-        assert set(record) == RESULT_FIELDS | {"tflops"}
+        assert set(record) == RESULT_FIELDS | {"tflops"} | ({"deterministic"} if how else set())
         found = record["kernel"].split(", ")
         assert [name.split("__")[:2] for name in found] == [name.split("__")[:2] for name in chosen]
         assert all(name in chosen or "{}" in expected for name, expected in zip(found, chosen, strict=True))
