@@ -23,7 +23,7 @@ BENCH = ROOT / "bench"
 # Who may import whom inside cupyflash; `errors` and `_version` are open to all and import nothing.
 ALLOWED = {
     # torch: what torch.compile traces in place of functions here, imported then
-    "__init__": {"api", "backward", "cache", "environment", "packing", "reference", "torch"},
+    "__init__": {"api", "backward", "cache", "environment", "packing", "reference", "torch", "explanation"},
     # device, params: what a cached call holds; jit, variants: what `warmup` compiles
     "api": {"arrays", "cache", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
     "arrays": set(),
@@ -32,7 +32,8 @@ ALLOWED = {
     "cache": {"arrays", "problem", "plan", "launch", "host_cache", "device", "keywords", "params"},  # as api
     "device": {"environment"},  # how to get CuPy and NVRTC
     "environment": set(),
-    "explain": {"plan"},
+    # device, environment: which GPU is there; variants: tiles; sizes: the problem
+    "explanation": {"sizes", "plan", "problem", "variants", "device", "environment", "keywords"},
     "host": {"problem"},  # it computes what the problem says, so it reads its type
     "host_cache": {"host", "problem"},  # host computes what it has gathered
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
@@ -45,6 +46,7 @@ ALLOWED = {
     "plan": {"problem", "variants", "device"},
     "problem": set(),
     "reference": set(),
+    "sizes": {"arrays", "device", "keywords", "plan", "problem"},
     "tensormap": set(),
     "variants": set(),
     # problem: names of what has a gradient; arrays: how results are stored, and those of a callback
