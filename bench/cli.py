@@ -326,10 +326,9 @@ def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
-    """What `fwd`, `bwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something
-    for tuning, and its own defaults of what it has without, too."""
-    return all_of(
+def case_options(*, tuning: bool = False) -> tuple[Callable[[F], F], ...]:
+    """Shapes and masks; `variants` tunes for them, too."""
+    return (
         batch_option,
         click.option("--seqlen", callback=as_sizes, metavar="SIZES", help="Queries, and keys as many; default 1k."),
         click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
@@ -338,12 +337,20 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
         click.option(
             "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
         ),
-        *(() if tuning else data_options("64")),
         click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
         click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
         click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
         click.option("--window", callback=as_window, metavar="LEFT,RIGHT", help="Keys before and after the diagonal; - is all."),
         click.option("--softcap", type=click.FloatRange(min=0, min_open=True), metavar="C", help="Scores bounded to (-C, C)."),
+    )
+
+
+def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
+    """What `fwd`, `bwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something
+    for tuning, and its own defaults of what it has without, too."""
+    return all_of(
+        *case_options(tuning=tuning),
+        *(() if tuning else data_options("64")),
         *peer_options(default_peers),
         click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, bwd_sm80, ..."),
         *(() if tuning else HOW_OPTIONS),
@@ -718,3 +725,6 @@ def run_timings(
 def exit_code(found: Sequence[Comparison]) -> int:
     """A wrong result is a failed check; a peer that could not run is not."""
     return FAILED if any(outcome.verdict and not outcome.verdict.ok for one in found for outcome in one.outcomes) else GOOD
+
+
+from . import explain as _explain  # noqa: E402, F401 - a command in a file of its own, which needs what is above

@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,8 +100,8 @@ class Pass(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched. `tiles`: pieces of work, which the blocks share; `waves`: how often all SMs are filled with blocks, or blocks
-    for each SM with tiles; `blocks_per_sm`: at most, by shared memory, threads and what the kernel was compiled for."""
+    """How a kernel is launched. `tiles`: pieces of work, which the blocks share; `waves`: how often they fill all SMs; `blocks_per_sm`: at
+    most, by shared memory, threads and what the kernel was compiled for."""
 
     kernel: str
     why: str
@@ -198,10 +198,10 @@ class Explanation:
         )
 
     @property
-    def helps(self) -> bool:
-        """Whether tiles can be worth twice standard attention: by bytes where they decide, and where a call is more than its launches."""
+    def helps(self) -> bool | None:
+        """Whether tiles can have twice the speed of standard attention, of which more is left than its launches; None without ceilings."""
         if self.seconds is None or self.standard_seconds is None:
-            return self.standard_bytes >= 2 * self.num_bytes and not self.scores_fit
+            return None
         return self.standard_seconds >= 2 * self.seconds and self.standard_seconds > HOST_S
 
     @property
@@ -214,21 +214,21 @@ class Explanation:
             *self._times(),
             *self._limits(),
         ]
-        return (f"{'Flash helps here.' if self.helps else 'Flash does not help much here.'} {said[0]}", *said[1:])
+        return ({None: "", True: "Flash helps here. ", False: "Flash does not help much here. "}[self.helps] + said[0], *said[1:])
 
     def _times(self) -> list[str]:
         if self.seconds is None or self.standard_seconds is None:
             return []
         faster = self.standard_seconds / self.seconds if self.seconds else 1.0
-        return [f"At these ceilings it takes {_us(self.standard_seconds)} us, the tiles {_us(self.seconds)}: {faster:.3g} times."]
+        return [f"At the ceilings it takes {_us(self.standard_seconds)} us, the tiles {_us(self.seconds)} us: {faster:.3g}x the speed."]
 
     def _limits(self) -> Iterable[str]:
         spec = self.gpu.spec
         keys = sum(moved.num_bytes for one in self.tiled for moved in one.traffic if moved.tensor in "kv")
         if self.call != "backward" and self.num_bytes and 2 * keys > self.num_bytes and self.bound != "FLOPs":
             yield (
-                f"The call waits for K and V, {keys / self.num_bytes:.0%} of its bytes, which both read: fewer of them help, by fewer key heads "
-                "or a cache of 8 bits."
+                f"The call waits for K and V, {keys / self.num_bytes:.0%} of its bytes, which both read: fewer of them help, by fewer key "
+                "heads or a cache of 8 bits."
             )
         if self.scores_fit and self.scores:
             size = 2 * self.scores * ITEMSIZE[self.dtype]
@@ -337,7 +337,7 @@ def _by_tensor(passes: Iterable[Pass]) -> dict[str, Traffic]:
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None = None, right: int | None = None, *, top_left: bool = False) -> int:
-    """(query, key) pairs of one head of a sequence that a window leaves, of `left` keys before the diagonal and `right` after it; None: all.
+    """(query, key) pairs of one head of a sequence that a window leaves, `left` keys before the diagonal and `right` after it; None: all.
 
     >>> visible_pairs(4, 4, right=0)  # causal: 1 + 2 + 3 + 4
     10
@@ -356,8 +356,8 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None = None, right: 
 
 
 def flops_of_pair(head_dim: int, head_dim_v: int, wrt: Sequence[str] = ()) -> int:
-    """FLOPs of a pair and query head: 2 D for the score and 2 Dv for the sum; of a backward 2 D for the score again, for dq and for dk, 2 Dv
-    for dP and for dv: 2.5 times as many where D = Dv. Softmax itself is not counted."""
+    """FLOPs of a pair and query head: 2 D for the score and 2 Dv for the sum; of a backward 2 D for the score again, for dq and for dk,
+    2 Dv for dP and for dv: 2.5 times as many where D = Dv. Softmax itself is not counted."""
     if not wrt:
         return 2 * (head_dim + head_dim_v)
     others = any(name != "v" for name in wrt)
@@ -383,8 +383,8 @@ class _Model:
         self.problem, self.spec, self.lengths = problem, spec, lengths
         self.workspaces = dict(schedule.workspaces)
         self.wrt = problem.wrt if isinstance(problem, BackwardProblem) else ()
-        window = {"left": p.window_left, "right": p.window_right, "top_left": p.top_left}
-        self.pairs = sum(count * visible_pairs(*sizes, **window) for sizes, count in lengths.items())
+        window = p.window_left, p.window_right
+        self.pairs = sum(count * visible_pairs(*sizes, *window, top_left=p.top_left) for sizes, count in lengths.items())
         self.scores = p.num_heads_q * sum(count * sq * sk for (sq, sk), count in lengths.items())
         self.rows = p.num_heads_q * sum(count * sq for (sq, _), count in lengths.items())
         keys = sum(count * sk for (_, sk), count in lengths.items())
@@ -464,8 +464,8 @@ class _Model:
         return min(-(-math.prod(step.grid) // max(self.tiles(step), 1)), units)
 
     def passes(self, step: Step, set_bytes: int, readers: int) -> int:
-        """How often HBM is read for what `readers` tiles read: once where they run at the same time, or find it in the L2 of the others; else
-        as often as all SMs are filled with them."""
+        """How often HBM is read for what `readers` tiles read: once where they run at the same time or the L2 holds it, else as often as
+        all SMs are filled with them."""
         slots = max(self.spec.num_sms * blocks_per_sm(step, self.spec), 1) if step.threads else readers
         return 1 if readers <= slots or set_bytes <= usable_l2(self.spec) else -(-readers // slots)
 
@@ -476,14 +476,15 @@ class _Model:
         elif family in ("fwd_simple", "fwd_sm80", "fwd_sm90", "decode", "decode_cluster"):
             moved = self._attends(step)
         else:
-            moved = {
+            of: dict[str, Callable[[Step], list[Traffic]]] = {
                 "packed_tiles": self._lists,
-                "decode_begin": lambda _: [Traffic("arrived", 0, self.workspaces["arrived"])],
+                "decode_begin": lambda _: [self._work("arrived", written=1)],
                 "cache_append": self._appends,
                 "bwd_delta": self._delta,
-                "bwd_convert": lambda _: [Traffic("dq_sum", self.workspaces["dq_sum"], 0), self._write("dq")],
-                "bwd_sum": lambda _: [Traffic(name, self.workspaces.get(name, 0), 0) for name in ("row_slope", "row_sink")],
-            }.get(family, self._gradients)(step)
+                "bwd_convert": lambda _: [self._work("dq_sum", read=1), self._write("dq")],
+                "bwd_sum": lambda _: [self._work(name, read=1) for name in ("row_slope", "row_sink")],
+            }
+            moved = of.get(family, self._gradients)(step)
         return Pass(step.variant.name, self._flops(step), tuple(one for one in moved if one.num_bytes))
 
     def _flops(self, step: Step) -> int:
@@ -519,7 +520,7 @@ class _Model:
             together = self.key_bytes * min(math.prod(step.grid), self.p.num_heads_kv * sum(self.lengths.values()))
             times = 1 if together <= usable_l2(self.spec) else blocks
         elif c is not None:
-            rows = c.block_m if isinstance(c, FwdConfig | Sm90Config) else c.warps  # type: ignore[union-attr]
+            rows = c.block_m if isinstance(c, FwdConfig | Sm90Config) else c.warps
             times = self.passes(step, self.key_bytes, self.group * -(-self.longest_q // rows))
         rotated = self.workspaces.get("rotated_q", 0)
         moved = [Traffic("rotated_q", rotated, 0)] if rotated else self._read("q")
@@ -528,8 +529,8 @@ class _Model:
         return [*moved, *self._parts(step)]
 
     def _parts(self, step: Step) -> list[Traffic]:
-        """What blocks leave of a tile whose keys they share: at most two parts a block, or one more than blocks a tile. They are read while they
-        are in the L2."""
+        """What blocks leave of a tile whose keys they share: at most two parts a block, or as many as blocks and tiles. They are read while
+        they are in the L2."""
         c, room = step.variant.config, self.workspaces.get("arrived", 0) // 4
         if not isinstance(c, DecodeConfig) or c.cluster > 1 or not room:
             return []
@@ -558,7 +559,7 @@ class _Model:
         return [*self._read("out", "dout", "lse"), *dlse, *(self._work(name, written=1) for name in made)]
 
     def _gradients(self, step: Step) -> list[Traffic]:
-        """Of the kernels that multiply. Tiles of keys walk over rows, tiles of rows over keys; what they walk over is read by all of them."""
+        """Of the kernels that multiply. Tiles of keys walk over rows, tiles of rows over keys, which all of them read."""
         family, c, p = step.variant.family, step.variant.config, self.p
         adds = family.startswith("bwd_sm90") or "dq" in step.variant.flags
         tiled = family != "bwd_simple"
