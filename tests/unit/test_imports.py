@@ -24,8 +24,22 @@ BENCH = ROOT / "bench"
 ALLOWED = {
     # torch: what torch.compile traces in place of functions here, imported then
     "__init__": {"api", "backward", "cache", "environment", "packing", "reference", "torch", "explanation"},
-    # device, params: what a cached call holds; jit, variants: what `warmup` compiles
-    "api": {"arrays", "cache", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
+    # device, params: what a cached call holds; jit, variants: what `warmup` compiles; sizes: what `supports` is asked about
+    "api": {
+        "arrays",
+        "cache",
+        "problem",
+        "plan",
+        "launch",
+        "host",
+        "device",
+        "keywords",
+        "params",
+        "jit",
+        "variants",
+        "tensormap",
+        "sizes",
+    },
     "arrays": set(),
     # api: a vjp begins with a forward call; the rest as api
     "backward": {"api", "arrays", "problem", "plan", "launch", "host_backward", "device", "keywords", "params"},
