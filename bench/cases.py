@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash.explanation import flops_of_pair, visible_pairs
+from cupyflash.traffic import flops_of_pair, visible_pairs
 
 Array = NDArray[Any]
 

@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 import cupyflash
 from bench import cli, explain, gpu, ncu, timing
 from bench.cases import CacheCase, Case, explain_suite
-from cupyflash import explanation, sizes
+from cupyflash import sizes, traffic
+from cupyflash.explanation import Explanation
 
 BF16 = {"device": "h200", "dtype": "bfloat16"}
 MB = 1 << 20
@@ -32,11 +33,11 @@ def run(*arguments: str, **environment: str | None) -> Result:
     )
 
 
-def moved(found: cupyflash.explanation.Explanation, kernel: str = "") -> dict[str, tuple[int, int]]:
+def moved(found: Explanation, kernel: str = "") -> dict[str, tuple[int, int]]:
     """Bytes read and written by tensor, of one kernel or of all."""
     passes = [one for one in found.tiled if one.kernel.startswith(kernel)]
     sums = {}
-    for one in (traffic for found in passes for traffic in found.traffic):
+    for one in (one for kernel in passes for one in kernel.traffic):
         read, written = sums.get(one.tensor, (0, 0))
         sums[one.tensor] = read + one.read, written + one.written
     return sums
@@ -52,7 +53,7 @@ def test_pairs_are_those_of_the_definition(seqlen):
         offset = 0 if top_left else Sk - Sq
         i, j = np.arange(Sq)[:, None] + offset, np.arange(Sk)
         seen = (j >= i - Sk - Sq if left is None else j >= i - left) & (j <= (i + Sk + Sq if right is None else i + right))
-        assert explanation.visible_pairs(Sq, Sk, left, right, top_left=top_left) == seen.sum(), (left, right, top_left)
+        assert traffic.visible_pairs(Sq, Sk, left, right, top_left=top_left) == seen.sum(), (left, right, top_left)
 
 
 def test_flops_by_hand():
