@@ -165,12 +165,8 @@ class Explanation:
     def verdict(self) -> tuple[str, ...]:
         """Sentences: whether tiles help, and what limits the call."""
         ratio = self.standard_bytes / self.num_bytes if self.num_bytes else 1.0
-        scores = "P, dP and dS" if self.call == "backward" else "S and P"
-        said = [
-            f"Standard attention moves {ratio:.3g} times the bytes: {scores} {self.score_passes} times, {_mb(self.score_bytes)} MB.",
-            *self._times(),
-            *self._limits(),
-        ]
+        passes = f"{self.score_passes} passes over the scores are {_mb(self.score_bytes)} MB"
+        said = [f"Standard attention moves {ratio:.3g} times the bytes: {passes}.", *self._times(), *self._limits()]
         return ({None: "", True: "Flash helps here. ", False: "Flash does not help much here. "}[self.helps] + said[0], *said[1:])
 
     def _times(self) -> list[str]:
@@ -328,7 +324,7 @@ def explain(*, device: str = "cuda", lengths: Sequence[int] | None = None, **siz
     >>> found.flops, found.num_bytes, found.gain
     (137438953472, 67108864, 64.0)
     >>> print(found.verdict[0])
-    Flash helps here. Standard attention moves 65 times the bytes: S and P 4 times, 4295 MB.
+    Flash helps here. Standard attention moves 65 times the bytes: 4 passes over the scores are 4295 MB.
     """
     unknown = [name for name in sizes if name not in inspect.signature(stated).parameters]
     if unknown:
