@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash.traffic import flops_of_pair, visible_pairs
+
 Array = NDArray[Any]
 
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}  # name -> what the tables print
@@ -122,19 +124,17 @@ class Case:
 
     @cached_property
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head, in all sequences, that are visible: counted row by row, not S²/2."""
+        """(query, key) pairs of one head, in all sequences, that are visible: exactly, not S²/2."""
         if self.lengths:
             return sum(count * self._of_length(n).visible_pairs for n, count in Counter(self.lengths).items())
-        first, end = self.visible_keys()
-        return self.batch * int((end - first).sum())
+        left, right = (None if side is None or side < 0 else side for side in self.window_size or (None, None))
+        return self.batch * visible_pairs(self.seqlen_q, self.seqlen_k, left, 0 if self.causal else right)
 
     @property
     def flops(self) -> int:
-        """2 D for the score and 2 Dv for the sum, of each visible pair of each query head (softmax itself is not counted). Of a backward
-        2 D for the score again, for dq and for dk, 2 Dv for dP and for dv: 2.5 times as many where D = Dv."""
-        D, Dv = self.head_dim, self.head_dim_v
-        products = 3 * D + 2 * Dv if self.backward else D + Dv
-        return 2 * products * self.visible_pairs * self.num_heads_q
+        """Of all visible pairs and query heads, by the field's convention (`flops_of_pair`)."""
+        each = flops_of_pair(self.head_dim, self.head_dim_v, ("q", "k", "v") if self.backward else ())
+        return each * self.visible_pairs * self.num_heads_q
 
     @cached_property
     def num_keys(self) -> int:
@@ -348,6 +348,24 @@ def gpu_tour_suite() -> tuple[Case, ...]:
         replace(base, seqlen_q=16384, seqlen_k=16384, causal=True),
         replace(base, batch=8, num_heads_q=32, num_heads_kv=8, seqlen_q=1, seqlen_k=8192),
         replace(base, num_heads_q=32, num_heads_kv=8, seqlen_q=1, seqlen_k=65536),
+    )
+
+
+def explain_suite() -> tuple[Case, ...]:
+    """Three of the forward, two of the backward and two of a decode whose results are 268 MB or more, over four times the L2 of an H200:
+    what stays in it of the last writes is then a small part, so that bytes can be compared with those that Nsight Compute counts."""
+    base = replace(_TOUR, dtype="bfloat16", batch=16, num_heads_q=32, num_heads_kv=32, head_dim=128, head_dim_v=128)
+    long = replace(base, batch=8, seqlen_q=8192, seqlen_k=8192)
+    grouped: dict[str, Any] = {"num_heads_kv": 8, "causal": True}
+    narrow: dict[str, Any] = {"head_dim": 64, "head_dim_v": 64}
+    return (
+        replace(base, seqlen_q=4096, seqlen_k=4096),
+        replace(long, **grouped),
+        replace(long, **narrow, batch=16, window_size=(1024, 0)),
+        replace(base, batch=8, seqlen_q=4096, seqlen_k=4096, backward=True),
+        replace(long, **grouped, **narrow, backward=True),
+        CacheCase(8192, 1, 512, 128, 8, 128, 128, "bfloat16"),
+        CacheCase(32768, 1, 256, 32, 8, 128, 128, "bfloat16", page_size=16),
     )
 
 

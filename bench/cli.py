@@ -167,7 +167,7 @@ def add_sites(ctx: click.Context, param: click.Parameter, folders: tuple[str, ..
         sys.path[:] = [*(path for path in sys.path if path not in before), *before]
 
 
-ELSEWHERE = ("cache", "ceilings", "diff", "plot")  # commands in modules of their names, imported when they are asked for
+ELSEWHERE = ("cache", "ceilings", "diff", "explain", "plot")  # commands in modules of their names, imported when they are asked for
 
 
 class Commands(click.Group):
@@ -374,10 +374,9 @@ def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
-    """What `fwd`, `bwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something
-    for tuning, and its own defaults of what it has without, too."""
-    return all_of(
+def case_options(*, tuning: bool = False) -> tuple[Callable[[F], F], ...]:
+    """Shapes and masks; `variants` tunes for them, too."""
+    return (
         batch_option,
         click.option("--seqlen", callback=as_sizes, metavar="SIZES", help="Queries, and keys as many; default 1k."),
         click.option("--seqlen-k", callback=as_sizes, metavar="SIZES", help="Keys, where they are not as many."),
@@ -386,11 +385,19 @@ def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callab
         click.option(
             "--heads", callback=as_heads, default="8", show_default=True, metavar="32/8", help="Query / key heads; auto: 2048 / dim."
         ),
-        *(() if tuning else data_options("64")),
         click.option("--causal", "causal", flag_value="yes", help="Bottom-right where the lengths differ."),
         click.option("--no-causal", "causal", flag_value="no", help="Every key is seen (the default)."),
         click.option("--both", "causal", flag_value="both", help="Causal and not, in turn."),
         *(MASK_OPTIONS[:2] if tuning else MASK_OPTIONS),
+    )
+
+
+def timing_options(default_peers: str | None, *, tuning: bool = False) -> Callable[[F], F]:
+    """What `fwd`, `bwd` and `compare` share: all but the peers that they time when none is named. `variants` has those that mean something
+    for tuning, and its own defaults of what it has without, too."""
+    return all_of(
+        *case_options(tuning=tuning),
+        *(() if tuning else data_options("64")),
         *peer_options(default_peers),
         click.option("--family", metavar="NAME", help="Only kernels of this family: fwd_sm80, bwd_sm80, ..."),
         *(() if tuning else HOW_OPTIONS),

@@ -36,6 +36,7 @@ from cupyflash.packing import pack, unpack
 
 if TYPE_CHECKING:
     from cupyflash import reference
+    from cupyflash.explanation import explain
 
 
 def __getattr__(name: str) -> Any:
@@ -43,6 +44,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("cupyflash.reference")
+    if name == "explain":  # not the name of its module, which an import of that would put in its place
+        from cupyflash.explanation import explain
+
+        return explain
     raise AttributeError(f"module 'cupyflash' has no attribute {name!r}")
 
 
@@ -85,6 +90,7 @@ __all__ = [
     "attention_varlen",
     "attention_vjp",
     "attention_with_kvcache",
+    "explain",
     "merge_states",
     "pack",
     "plan_decode",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -11,27 +10,23 @@ from typing import Any, NamedTuple, NoReturn
 from cupyflash import arrays, cache, host, jit, launch, params, plan
 from cupyflash.arrays import HOST, Array, ArrayView, Kind
 from cupyflash.device import HOST_SPEC, current, named, query
-from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, ShapeError, UnsupportedError
+from cupyflash.errors import ArgumentError, CupyflashError, DeviceError, UnsupportedError
 from cupyflash.keywords import entry, foreign_keyword, refuse_unpacked
 from cupyflash.problem import (
-    DIFFERENTIABLE,
     AttentionProblem,
-    BackwardProblem,
-    CacheOperands,
     Causal,
     MergeOperands,
     MergeProblem,
     Operands,
     Window,
     dense,
-    differentiated,
     merging,
     pack_heads,
     to_axes,
     to_bshd,
     varlen,
 )
-from cupyflash.problem import cached as over_cache
+from cupyflash.sizes import planned, stated
 from cupyflash.variants import Variant
 
 
@@ -742,51 +737,10 @@ def supports(
     >>> cupyflash.supports(head_dim=300).reason
     'no kernel for head_dim 300: 256 is the largest for forward and backward'
     """
-    hkv, sk, dv = num_heads_kv or num_heads_q, seqlen_q if seqlen_k is None else seqlen_k, head_dim_v or head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "q": (batch, seqlen_q, num_heads_q, head_dim),
-        "k": (batch, sk, hkv, head_dim),
-        "v": (batch, sk, hkv, dv),
-    }
-    if packed:
-        shapes = {name: (batch * seqlen, *rest) for name, (_, seqlen, *rest) in shapes.items()}
-    options = {
-        "bias": (bias, (seqlen_q, sk), dtype),
-        "mask": (mask, (seqlen_q, sk), "bool"),
-        "alibi_slopes": (alibi_slopes, (num_heads_q,), "float32"),
-        "sink": (sink, (num_heads_q,), "float32"),
-        "seqused_q": (seqused_q, (batch,), "int32"),
-        "seqused_k": (seqused_k, (batch,), "int32"),
-        "cu_seqlens_q": (packed, (batch + 1,), "int32"),
-        "cu_seqlens_k": (packed, (batch + 1,), "int32"),
-    }
-    views = {name: _shape_only(shape, dtype) for name, shape in shapes.items()}
-    views |= {name: _shape_only(shape, kind) for name, (given, shape, kind) in options.items() if given}
-    state: Callable[..., tuple[AttentionProblem, Operands]] = dense
-    how: dict[str, Any] = {
-        "causal": causal,
-        "window_size": window_size,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "out_dtype": out_dtype,
-        "return_lse": return_lse,
-    }
+    sizes = {**locals()}
+    del sizes["device"]
     try:
-        if packed:
-            refuse_unpacked(bias=bias or None, mask=mask or None)
-            state = functools.partial(varlen, max_seqlen_q=seqlen_q, max_seqlen_k=sk)
-        if cached:
-            if bias or wrt:
-                raise UnsupportedError("attention over a cache takes no bias and has no gradient", ("attention and attention_varlen do",))
-            more = _cache_shapes(batch, sk, hkv, (head_dim, dv), page_size, cache_dtype or dtype, dtype, seqlen_new, rotary_dim, packed)
-            views |= {name: more.pop(name) for name in "kv"}
-            views.pop("cu_seqlens_k", None)
-            how |= {"num_splits": num_splits, "split_size": split_size, "max_seqlen_q": seqlen_q if packed else None}
-            return _supported(plan.cached(over_cache(Operands(**views), CacheOperands(**more), **how)[0], named(device)))
-        problem, _ = state(Operands(**views), **how)
-        names = tuple(name for name in DIFFERENTIABLE if name in differentiated(wrt) and name in views)
-        gradients = BackwardProblem(problem._replace(write_lse=False), names, bias_shape=(1, 1, seqlen_q, sk) if "bias" in names else ())
-        return _supported(plan.backward(gradients, named(device)) if wrt else plan.forward(problem, named(device)))
+        return _supported(planned(stated(**sizes), named(device)))
     except UnsupportedError as e:
         return Support(False, e.reason, e.alternatives)
     except CupyflashError as e:
@@ -798,37 +752,6 @@ def _supported(schedule: plan.Plan) -> Support:
     step = next((step for step in schedule.steps if step.variant.family not in helpers), None)  # a table chose it
     variants = tuple(step.variant for step in schedule.steps)
     return Support(True, f"{step.variant.name}: {step.why}" if step else "nothing is to be computed", (), variants)
-
-
-def _cache_shapes(
-    batch: int,
-    slots: int,
-    heads: int,
-    dims: tuple[int, int],
-    page_size: int | None,
-    cache_dtype: str,
-    dtype: str,
-    seqlen_new: int,
-    rotary_dim: int,
-    packed: bool,
-) -> dict[str, ArrayView]:
-    """A cache and what comes with it, by the names of Operands and CacheOperands."""
-    if page_size is not None and page_size < 1:
-        raise ShapeError(f"page_size={page_size} must be at least 1")
-    paged = page_size is not None
-    pages = 1 if page_size is None else -(-slots // page_size)
-    entries = (batch, slots) if page_size is None else (batch * pages, page_size)
-    tokens = (batch * seqlen_new,) if packed else (batch, seqlen_new)
-    made = {"cache_seqlens": _shape_only((batch,), "int32")}
-    if paged:
-        made["page_table"] = _shape_only((batch, pages), "int32")
-    for name, dim in zip("kv", dims, strict=True):
-        made[name] = _shape_only((*entries, heads, dim), cache_dtype)
-        if seqlen_new:
-            made[f"{name}_new"] = _shape_only((*tokens, heads, dim), dtype)
-    if rotary_dim:
-        made |= {name: _shape_only((slots, rotary_dim // 2), "float32") for name in ("rotary_cos", "rotary_sin")}
-    return made
 
 
 class Report(NamedTuple):
@@ -891,8 +814,3 @@ def warmup(problems: dict[str, Any] | Sequence[dict[str, Any]], /, *, arch: str 
         Report(variant.name, f"sm_{spec.arch}", cubin.seconds, cubin.cached, str(cubin.path) if cubin.path else None)
         for variant, cubin in zip(variants, cubins, strict=True)
     ]
-
-
-def _shape_only(shape: tuple[int, ...], dtype: str) -> ArrayView:
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return ArrayView(0, shape, strides, dtype, HOST, "numpy", None)

@@ -20,7 +20,7 @@ RECORD = Path(__file__).with_name("record.json")
 ROOT = Path(__file__).resolve().parents[2]
 HOST_SIDE = (
     *("api", "arrays", "backward", "cache", "device", "environment", "jax", "jit", "launch", "params", "plan", "problem", "tensormap"),
-    *("torch", "variants"),
+    *("sizes", "torch", "variants"),
 )
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take three quarters of the GPU's memory

@@ -23,16 +23,19 @@ BENCH = ROOT / "bench"
 # Who may import whom inside cupyflash; `errors` and `_version` are open to all and import nothing.
 ALLOWED = {
     # torch: what torch.compile traces in place of functions here, imported then
-    "__init__": {"api", "backward", "cache", "environment", "packing", "reference", "torch"},
-    # device, params: what a cached call holds; jit, variants: what `warmup` compiles
-    "api": {"arrays", "cache", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"},
+    "__init__": {"api", "backward", "cache", "environment", "packing", "reference", "torch", "explanation"},
+    # device, params: what a cached call holds; jit, variants: what `warmup` compiles; sizes: what `supports` is asked about
+    "api": {
+        *("arrays", "cache", "problem", "plan", "launch", "host", "device", "keywords", "params", "jit", "variants", "tensormap"),
+        "sizes",
+    },
     "arrays": set(),
     # api: a vjp begins with a forward call; the rest as api
     "backward": {"api", "arrays", "problem", "plan", "launch", "host_backward", "device", "keywords", "params"},
     "cache": {"arrays", "problem", "plan", "launch", "host_cache", "device", "keywords", "params"},  # as api
     "device": {"environment"},  # how to get CuPy and NVRTC
     "environment": set(),
-    "explain": {"plan"},
+    "explanation": {"sizes", "traffic", "problem", "device", "environment", "keywords"},  # device, environment: which GPU is there
     "host": {"problem"},  # it computes what the problem says, so it reads its type
     "host_cache": {"host", "problem"},  # host computes what it has gathered
     "host_backward": {"host", "problem"},  # host: threads, tiles and the score step, which both directions share
@@ -45,11 +48,13 @@ ALLOWED = {
     "plan": {"problem", "variants", "device"},
     "problem": set(),
     "reference": set(),
+    "sizes": {"arrays", "device", "keywords", "plan", "problem"},
     "tensormap": set(),
     "variants": set(),
     # problem: names of what has a gradient; arrays: how results are stored, and those of a callback
     "torch": {"api", "arrays", "backward", "keywords", "problem"},
     "jax": {"api", "arrays", "backward", "keywords", "problem"},
+    "traffic": {"device", "plan", "problem", "sizes", "variants"},  # it reads plans: tiles, workspaces, what a step is
     "transformers": {"torch"},  # where attention has its gradients
     "flash_attn": {"torch"},
 }
@@ -144,8 +149,11 @@ def test_foreign_packages_are_imported_only_where_they_belong(path):
     assert not wrong
 
 
-# What lists the kernel tables, and times one family of them, looks behind the public names; nothing is measured there.
-BEHIND_THE_NAMES = {"kernels.py": {"api", "backward", "device", "environment", "jit", "plan", "problem", "variants"}}
+# What lists the kernel tables, and times one family of them, and what counts FLOPs look behind the public names; nothing is measured there.
+BEHIND_THE_NAMES = {
+    "kernels.py": {"api", "backward", "device", "environment", "jit", "plan", "problem", "variants"},
+    "cases.py": {"traffic"},
+}
 
 
 @pytest.mark.parametrize("path", BENCH_FILES, ids=names(BENCH_FILES))
