@@ -124,7 +124,7 @@ def stated_cases(
             raise click.BadParameter("it is for a cache: add --cache-len", param_hint="'--page-size'" if page_size else "'--cache'")
         made = as_cases(HOST, dtype="float32", seqlen=seqlen, backward=mode == "bwd", deterministic=deterministic, **options)
         return [replace(case, dtype=dtype) for case in made]
-    refused = ("seqlen_k", "tokens", "varlen", "longest", "window", "softcap", "sink", "causal", "preset")
+    refused = ("seqlen_k", "tokens", "varlen", "longest", "window", "softcap", "sink", "causal")
     if wrong := next((name for name in refused if options[name]), None) or (mode == "bwd" and "mode"):
         raise click.BadParameter("it is not for a cache, which --cache-len is about", param_hint=f"'--{wrong.replace('_', '-')}'")
     heads, dim, batch = options["heads"], options["dim"], options["batch"]
