@@ -568,6 +568,8 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], /, *, out: Any = None
         own = attention_varlen(q, k, v, cu_seqlens_q, page_table=own_pages, seqused_k=own_lengths, causal=True, return_lse=True)
         out, lse = merge_states([shared.out, own.out], [shared.lse, own.lse])
 
+    ``bench/examples/shared_prefix.py`` is that for a step of a decode, its heads as rows and the prefix in parts, so that they fill a GPU.
+
     Parameters
     ----------
     outs : N arrays of one shape, (B, S, H, Dv) or (S, H, Dv), one library and one of the dtypes of `attention`; any strides. In GPU memory
