@@ -167,7 +167,14 @@ def add_sites(ctx: click.Context, param: click.Parameter, folders: tuple[str, ..
         sys.path[:] = [*(path for path in sys.path if path not in before), *before]
 
 
-ELSEWHERE = ("cache", "ceilings", "diff", "explain", "plot")  # commands in modules of their names, imported when they are asked for
+ELSEWHERE = (
+    "cache",
+    "ceilings",
+    "diff",
+    "explain",
+    "lesson",
+    "plot",
+)  # commands in modules of their names, imported when they are asked for
 
 
 class Commands(click.Group):

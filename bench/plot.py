@@ -39,6 +39,7 @@ class Panel(NamedTuple):
     case: Case
     title: str
     lines: dict[str, list[tuple[int, float]]]
+    length: str = ""  # what its x axis is, where not what the picture says
 
 
 class Picture(NamedTuple):
@@ -48,6 +49,7 @@ class Picture(NamedTuple):
     panels: list[Panel]
     ceiling: float | None
     source: str
+    log: bool = False
 
 
 @click.command("plot")
@@ -125,6 +127,7 @@ def compose(
         panels=[panel(group, shared, in_ms=in_ms) for _, group in ordered],
         ceiling=None if in_ms or not peak else peak / 1e12,
         source="; ".join(dict.fromkeys(map(origin, files))),
+        log=in_ms,
     )
 
 
@@ -199,7 +202,8 @@ def draw(picture: Picture, out: Path) -> None:
         height = 2.75 * rows + 1.35
         figure = figure_of(figsize=(WIDTH_PX / DPI, height), dpi=DPI)
         # Margins in inches, not by a layout engine, whose solver rounds differently from one run to the next.
-        figure.subplots_adjust(0.62 * DPI / WIDTH_PX, 0.75 / height, 1 - 0.1 * DPI / WIDTH_PX, 1 - 1.12 / height, 0.06, 0.3)
+        left = 0.75 if picture.log else 0.62  # 0.005 is wider than 500
+        figure.subplots_adjust(left * DPI / WIDTH_PX, 0.75 / height, 1 - 0.1 * DPI / WIDTH_PX, 1 - 1.12 / height, 0.06, 0.3)
         axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
         look = looks(picture)
         for ax, one in zip(axes, picture.panels, strict=False):
@@ -208,9 +212,10 @@ def draw(picture: Picture, out: Path) -> None:
             ax.set_axis_off()
         for ax in axes[::columns]:
             ax.set_ylabel(picture.unit)
-        for ax in axes[max(count - columns, 0) : count]:
-            ax.set_xlabel(picture.length)
-        better = "lower" if picture.unit == "ms" else "higher"
+        for n, (ax, one) in enumerate(zip(axes, picture.panels, strict=False)):
+            if n >= count - columns or one.length:
+                ax.set_xlabel(one.length or picture.length)
+        better = "lower" if picture.unit in ("ms", "us") else "higher"
         figure.text(0.012, 1 - 0.3 / height, picture.title, fontsize=14, fontweight="bold", va="center")
         figure.text(0.012, 0.17 / height, f"{picture.source}. {better.capitalize()} is better.", fontsize=7.5, color="#777777", va="center")
         handles = {line.get_label(): line for ax in axes for line in ax.get_lines() if line.get_label() in look}
@@ -244,7 +249,7 @@ def _draw_panel(ax: Any, one: Panel, look: dict[str, tuple[str, str]], picture: 
     ax.set_xticks(spaced(lengths))
     ax.set_xticks([], minor=True)
     ax.xaxis.set_major_formatter(lambda x, _: thousands(round(x)))
-    if picture.unit == "ms":
+    if picture.log:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(importlib.import_module("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")

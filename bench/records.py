@@ -27,6 +27,7 @@ class Result(NamedTuple):
     spread: float
     how: dict[str, Any]  # timer and cold, where the file says them
     runs: int = 1
+    host_us: float | None = None
 
 
 class File(NamedTuple):
@@ -81,7 +82,8 @@ def _result(record: dict[str, Any]) -> Result:
     ms, spread = float(record["ms"]), float(record["spread"])
     if not (ms > 0 and spread >= 0):
         raise ValueError(f"ms {ms:g}, spread {spread:g}")
-    return Result(case_of(record), str(record["peer"]), ms, spread, {name: record[name] for name in HOW if record.get(name) is not None})
+    how = {name: record[name] for name in HOW if record.get(name) is not None}
+    return Result(case_of(record), str(record["peer"]), ms, spread, how, host_us=record.get("host_us"))
 
 
 def _joined(runs: list[Result]) -> Result:
