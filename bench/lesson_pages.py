@@ -387,12 +387,16 @@ def steps(rows: Sequence[Row], file: File) -> Page:
     limits = f"""
         Slower than the step before it is {slower}.
 
-        These steps are for calls that fill the GPU. None of them is the limit of one short sequence or of one token over a cache, which
-        are in the lessons `short` and `batch`.
+        These steps are for calls that fill the GPU. One short sequence, or one token over a cache, is limited by neither: see the lessons
+        `short` and `batch`.
     """
 
     def rate(row: Row, name: str) -> float:
         return row.case.flops / row.ms[name] / 1e9
+
+    def drawn(some: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
+        timed = {name: [row for row in some if name in row.ms] for name in names}
+        return {STEPS[name]: [(row.case.seqlen_q, rate(row, name)) for row in found] for name, found in timed.items() if found}
 
     cells = [
         (
@@ -401,12 +405,7 @@ def steps(rows: Sequence[Row], file: File) -> Page:
         )
         for row in rows
     ]
-    panels = [
-        panel(some, {})._replace(
-            lines={STEPS[name]: [(row.case.seqlen_q, rate(row, name)) for row in some if name in row.ms] for name in names}
-        )
-        for some in by_dim(rows)
-    ]
+    panels = [panel(some, {})._replace(lines=drawn(some)) for some in by_dim(rows)]
     ceiling = file.ceilings.get("flops_per_s")
     plot = picture("What each step is worth", "TFLOP/s", panels, file)._replace(ceiling=ceiling and ceiling / 1e12, log=False)
     head = ("D", "heads", "B", "S", *(f"{STEPS[name]}, TFLOP/s" for name in names))
