@@ -59,9 +59,9 @@ def file_of(name: str) -> Path:
     click.argument("name", type=click.Choice([*LESSONS])),
     click.option("--measure", type=click.Path(dir_okay=False), metavar="FILE.jsonl", help="Time the cases on this GPU, half a minute."),
     click.option("--from", "source", type=click.Path(path_type=Path), metavar="FILE.jsonl", help="Measured before; default the one here."),
-    click.option("--to", "folder", type=click.Path(path_type=Path), default=FOLDER, metavar="DIR", help="Default the bench's own folder."),
+    click.option("--to", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Default the bench's own, with --from this one."),
 )
-def command(name: str, measure: str | None, source: Path | None, folder: Path) -> int:
+def command(name: str, measure: str | None, source: Path | None, folder: Path | None) -> int:
     """Make a page on what tiles save and where they do not: text, a table and a plot from measured times.
 
     Writes lessons/NAME.md and, under results/, the plot as PNG and SVG (pip install 'cupyflash[plot]'); the same bytes from the same
@@ -79,6 +79,7 @@ def command(name: str, measure: str | None, source: Path | None, folder: Path) -
         click.echo("cupyflash-bench: the plot of a lesson needs matplotlib: pip install 'cupyflash[plot]'", err=True)
         return SETUP
     file = read(source or file_of(name), last=True)
+    folder = folder or (FOLDER if source is None else Path())
     page = LESSONS[name].page(rows_of(LESSONS[name], file), file)
     text, stem = folder / "lessons" / f"{name}.md", file.path.stem
     pictures = [folder / "results" / f"{stem}{kind}" for kind in (".png", ".svg")]

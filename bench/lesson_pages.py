@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cupyflash.explanation import Explanation
-
 from .cases import CacheCase, Case, short
 from .peers import OURS
 from .plot import Panel, Picture
@@ -22,24 +20,24 @@ STANDARD = "standard"
 
 
 class Row(NamedTuple):
-    """A case: milliseconds of each peer, microseconds of the host, and what the model says of the library's call."""
+    """A case: milliseconds of each peer, microseconds of the host, and what `cupyflash.explain` says of the library's call."""
 
     case: Case
     ms: dict[str, float]
     host_us: dict[str, float]
-    model: Explanation
+    model: Any
 
     def gain(self, peer: str = OURS, over: str = STANDARD) -> float:
         return self.ms[over] / self.ms[peer]
 
     @property
     def bound_us(self) -> float:
-        return 1e6 * (self.model.seconds or 0)
+        return 1e6 * float(self.model.seconds or 0)
 
     @property
     def bound_gain(self) -> float:
         """The gain at the ceilings."""
-        return 1e6 * (self.model.standard_seconds or 0) / self.bound_us
+        return 1e6 * float(self.model.standard_seconds or 0) / self.bound_us
 
     @property
     def gain_of_calls(self) -> float:
@@ -49,12 +47,12 @@ class Row(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        return next(one.grid for one in self.model.launches if one.kernel == self.model.variant)
+        return next(int(one.grid) for one in self.model.launches if one.kernel == self.model.variant)
 
     @property
     def idle(self) -> int:
         """SMs that have no block."""
-        return max(self.model.gpu.spec.num_sms - self.blocks, 0)
+        return max(int(self.model.gpu.spec.num_sms) - self.blocks, 0)
 
     @property
     def heads(self) -> str:
