@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -57,11 +58,16 @@ def file_of(name: str) -> Path:
 @click.command("lesson", epilog="Lessons: " + "; ".join(f"{name}: {lesson.about}" for name, lesson in LESSONS.items()) + ".")
 @all_of(
     click.argument("name", type=click.Choice([*LESSONS])),
-    click.option("--measure", type=click.Path(dir_okay=False), metavar="FILE.jsonl", help="Time the cases on this GPU, half a minute."),
+    click.option(
+        "--measure",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE.jsonl",
+        help="Time the cases on this GPU, half a minute.",
+    ),
     click.option("--from", "source", type=click.Path(path_type=Path), metavar="FILE.jsonl", help="Measured before; default the one here."),
     click.option("--to", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Default the bench's own, with --from this one."),
 )
-def command(name: str, measure: str | None, source: Path | None, folder: Path | None) -> int:
+def command(name: str, measure: Path | None, source: Path | None, folder: Path | None) -> int:
     """Make a page on what tiles save and where they do not: text, a table and a plot from measured times.
 
     Writes lessons/NAME.md and, under results/, the plot as PNG and SVG (pip install 'cupyflash[plot]'); the same bytes from the same
@@ -96,12 +102,16 @@ def command(name: str, measure: str | None, source: Path | None, folder: Path | 
     return GOOD
 
 
-def time_lesson(lesson: Lesson, json_file: str, place: Place) -> int:
+def time_lesson(lesson: Lesson, json_file: Path, place: Place) -> int:
+    """Time its cases. In the file are those lines that a page is made of: it is there to be committed."""
     known = contestants.peers_at(place.name, lesson.peers)
     families = [Family(name) for name in lesson.peers if name not in {peer.name for peer in known}]
     with ExitStack() as stack:
-        report = open_report(json_file, stack, peers=contestants.versions([CupyFlash(), *known]))
-        return exit_code(run_timings(report, lesson.cases, [*known, *families], place, min_s=MIN_S))
+        report = open_report(str(json_file), stack, peers=contestants.versions([CupyFlash(), *known]))
+        found = run_timings(report, lesson.cases, [*known, *families], place, min_s=MIN_S)
+    lines = json_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    json_file.write_text("".join(line for line in lines if json.loads(line).get("record") != "run"), encoding="utf-8")
+    return exit_code(found)
 
 
 def rows_of(lesson: Lesson, file: File) -> list[Row]:

@@ -320,8 +320,9 @@ def batch(rows: Sequence[Row], file: File) -> Page:
         {mb(token.model.num_bytes)} MB that both move. Tiles cannot help there as they do in a prefill. What is gained all the same,
         {gains} with {listed(row.case.num_heads_kv for row in decode)} key heads, is how well these bytes are read.
 
-        Key heads that are shared are worth little to a prefill, and to a decode only as long as enough bytes are left to read:
-        {mb(decode[-1].model.num_bytes)} MB with {decode[-1].case.num_heads_kv}.
+        Key heads that are shared are worth little to a prefill, and to a decode only as long as enough bytes are left to read. With
+        {decode[-1].case.num_heads_kv} the tiles move {mb(decode[-1].model.num_bytes)} MB and standard attention
+        {mb(decode[-1].model.standard_bytes)}.
     """
     head = ("call", "heads", "D", "B", "queries", "keys", "standard MB", "tiles MB", "standard ms", "tiles ms", "gain", "limit")
     cells = [
@@ -385,8 +386,8 @@ def steps(rows: Sequence[Row], file: File) -> Page:
     limits = f"""
         Slower than the step before it is {slower}.
 
-        These steps are for calls that fill the GPU. One short sequence, or one token over a cache, is limited by neither: see the lessons
-        `short` and `batch`.
+        These steps are for calls that fill the GPU. One short sequence, or one token over a cache, is limited by neither: see the
+        lessons `short` and `batch`.
     """
 
     def rate(row: Row, name: str) -> float:

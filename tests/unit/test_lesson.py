@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from bench import cli, gpu, kernels, lesson, lesson_pages, records, report
+from bench import cli, gpu, kernels, lesson, lesson_pages, plot, records, report
 from bench.lesson_pages import LESSONS
 from bench.timing import HOST
 
@@ -207,12 +207,17 @@ def test_what_is_drawn(write):
 
 
 def test_committed_pages_are_those_of_the_command(tmp_path):
-    """Byte by byte, where a lesson has been measured; pictures depend on matplotlib's version."""
+    """Byte by byte, where a lesson has been measured; of the picture, what does not depend on matplotlib's version."""
     pages = {path.stem for path in (lesson.FOLDER / "lessons").glob("*.md")}
     assert pages == {name for name in LESSONS if lesson.file_of(name).exists()}
     for name in pages:
         assert run(name, "--to", tmp_path).exit_code == 0
         assert (tmp_path / "lessons" / f"{name}.md").read_bytes() == (lesson.FOLDER / "lessons" / f"{name}.md").read_bytes()
+        file = records.read(lesson.file_of(name), last=True)
+        picture = LESSONS[name].page(lesson.rows_of(LESSONS[name], file), file).picture
+        drawn = lesson.file_of(name).with_suffix(".svg").read_text()
+        assert all(word in drawn for word in (picture.title, picture.source, *plot.looks(picture), *(one.title for one in picture.panels)))
+        assert lesson.file_of(name).with_suffix(".png").stat().st_size < 60_000
 
 
 @pytest.mark.parametrize(
@@ -281,12 +286,14 @@ def test_measured_lines_can_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "families", lambda: ("fwd_sm80",))
     case = replace(LESSONS["steps"].cases[0], batch=1, seqlen_q=32, seqlen_k=32, num_heads_q=1, num_heads_kv=1, dtype="float32")
     few = LESSONS["steps"]._replace(cases=(case,), peers=("standard", "fwd_sm80", "fwd_sm90"))
-    assert lesson.time_lesson(few, str(tmp_path / "a.jsonl"), HOST) == 0
+    assert lesson.time_lesson(few, tmp_path / "a.jsonl", HOST) == 0
     file = records.read(tmp_path / "a.jsonl")
     assert list(file.results) == [(case, "standard"), (case, "fwd_sm80")]
     assert len(forced) > 7
     assert set(forced) == {"fwd_sm80"}
     assert set(file.environment["peers"]) == {"cupyflash", "standard"}
+    lines = list(map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines()))
+    assert [line.get("record") for line in lines] == ["environment", "ceilings", None, None]  # small enough to be committed
 
 
 def test_words():
