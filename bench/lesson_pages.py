@@ -196,18 +196,8 @@ def traffic(rows: Sequence[Row], file: File) -> Page:
         Less than 2x is gained with {slow}. All of these calls fill the GPU. The lesson `short` has calls that do not, and `batch` has
         one token over a cache, where scores are few.
     """
-    head = (
-        "D",
-        "heads",
-        "B",
-        "S",
-        "standard MB",
-        "tiles MB",
-        "S and P / tiles",
-        "standard ms",
-        "tiles ms",
-        "gain at ceilings",
-        "gain measured",
+    head = tuple(
+        "D, heads, B, S, standard MB, tiles MB, S and P / tiles, standard ms, tiles ms, gain at ceilings, gain measured".split(", ")
     )
     cells = [
         (
@@ -250,19 +240,8 @@ def short_sequences(rows: Sequence[Row], file: File) -> Page:
         More work a call is what helps: a batch, or sequences packed in one array (`attention_varlen`). The lesson `batch` has what that
         gains.
     """
-    head = (
-        "heads",
-        "D",
-        "S",
-        "blocks",
-        "idle SMs",
-        "bound us",
-        "tiles us",
-        "standard us",
-        "gain",
-        "host us",
-        "standard host us",
-        "gain of calls",
+    head = tuple(
+        "heads, D, S, blocks, idle SMs, bound us, tiles us, standard us, gain, host us, standard host us, gain of calls".split(", ")
     )
     cells = [
         (
@@ -386,8 +365,8 @@ def steps(rows: Sequence[Row], file: File) -> Page:
     limits = f"""
         Slower than the step before it is {slower}.
 
-        These steps are for calls that fill the GPU. One short sequence, or one token over a cache, is limited by neither: see the
-        lessons `short` and `batch`.
+        These steps are for calls that fill the GPU. They do little for one short sequence or for one token over a cache: the lessons
+        `short` and `batch` have such calls.
     """
 
     def rate(row: Row, name: str) -> float:

@@ -151,6 +151,7 @@ def compare(
         timings = measure(rounds, min_s=min_s, max_s=4 * min_s)
     ms = {name: timing.ms for name, timing in timings.items()}
     return {
+        "record": "shared_prefix",
         **dict(zip(("batch", "prefix", "own"), sizes, strict=True)),
         "parts": parts,
         **model._asdict(),
