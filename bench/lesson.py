@@ -139,12 +139,12 @@ def markdown(name: str, page: Page, file: File) -> str:
         time in what the GPU takes. `{command}` makes this page and its plot of `bench/results/{stem}.jsonl`. Bytes, bounds and blocks are
         those of `cupyflash.explain`, at the ceilings measured in the same run. A MB is 10⁶ bytes.
     """
-    table = (page.head, ["---:"] * len(page.head), *page.cells)
+    rows = (page.head, "|".join(["---:"] * len(page.cells[0])), *map(" | ".join, page.cells))
     return "\n".join(
         (
             f"# {page.title}",
             *paragraphs(page.text),
-            *(f"| {' | '.join(cells)} |" for cells in table),
+            *(f"| {row} |" for row in rows),
             f"\n![{page.picture.title}](../results/{stem}.png)\n",
             "## Where it does not help",
             *paragraphs(page.limits),

@@ -69,7 +69,7 @@ class Page(NamedTuple):
 
     title: str
     text: str
-    head: tuple[str, ...]
+    head: str  # of the table, as Markdown has it
     cells: list[tuple[str, ...]]
     picture: Picture
     limits: str
@@ -196,9 +196,7 @@ def traffic(rows: Sequence[Row], file: File) -> Page:
         Less than 2x is gained with {slow}. All of these calls fill the GPU. The lesson `short` has calls that do not, and `batch` has
         one token over a cache, where scores are few.
     """
-    head = tuple(
-        "D, heads, B, S, standard MB, tiles MB, S and P / tiles, standard ms, tiles ms, gain at ceilings, gain measured".split(", ")
-    )
+    head = "D | heads | B | S | standard MB | tiles MB | S and P / tiles | standard ms | tiles ms | gain at ceilings | gain measured"
     cells = [
         (
             *(str(row.case.head_dim), row.heads, str(row.case.batch), row.length),
@@ -240,9 +238,7 @@ def short_sequences(rows: Sequence[Row], file: File) -> Page:
         More work a call is what helps: a batch, or sequences packed in one array (`attention_varlen`). The lesson `batch` has what that
         gains.
     """
-    head = tuple(
-        "heads, D, S, blocks, idle SMs, bound us, tiles us, standard us, gain, host us, standard host us, gain of calls".split(", ")
-    )
+    head = "heads | D | S | blocks | idle SMs | bound us | tiles us | standard us | gain | host us | standard host us | gain of calls"
     cells = [
         (
             *(row.heads, str(row.case.head_dim), row.length, str(row.blocks), str(row.idle)),
@@ -303,7 +299,7 @@ def batch(rows: Sequence[Row], file: File) -> Page:
         {decode[-1].case.num_heads_kv} the tiles move {mb(decode[-1].model.num_bytes)} MB and standard attention
         {mb(decode[-1].model.standard_bytes)}.
     """
-    head = ("call", "heads", "D", "B", "queries", "keys", "standard MB", "tiles MB", "standard ms", "tiles ms", "gain", "limit")
+    head = "call | heads | D | B | queries | keys | standard MB | tiles MB | standard ms | tiles ms | gain | limit"
     cells = [
         (
             "decode" if row.case.mode == "decode" else "causal" if row.case.causal else "all keys",
@@ -386,7 +382,7 @@ def steps(rows: Sequence[Row], file: File) -> Page:
     panels = [panel(some, {})._replace(lines=drawn(some)) for some in by_dim(rows)]
     ceiling = file.ceilings.get("flops_per_s")
     plot = picture("What each step is worth", "TFLOP/s", panels, file)._replace(ceiling=ceiling and ceiling / 1e12, log=False)
-    head = ("D", "heads", "B", "S", *(f"{STEPS[name]}, TFLOP/s" for name in names))
+    head = " | ".join(("D", "heads", "B", "S", *(f"{STEPS[name]}, TFLOP/s" for name in names)))
     return Page("Steps: what each idea is worth", text, head, cells, plot, limits)
 
 
