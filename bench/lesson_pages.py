@@ -70,7 +70,7 @@ class Page(NamedTuple):
     title: str
     text: str
     head: str  # of the table, as Markdown has it
-    cells: list[tuple[str, ...]]
+    cells: Sequence[tuple[str, ...]]
     picture: Picture
     limits: str
 
@@ -305,7 +305,7 @@ def batch(rows: Sequence[Row], file: File) -> Page:
             "decode" if row.case.mode == "decode" else "causal" if row.case.causal else "all keys",
             *(row.heads, str(row.case.head_dim), str(row.case.batch), row.length, short(row.case.seqlen_k)),
             *(mb(row.model.standard_bytes), mb(row.model.num_bytes), digits(row.ms[STANDARD]), digits(row.ms[OURS])),
-            *(times(row.gain()), row.model.bound or ""),
+            *(times(row.gain()), str(row.model.bound or "")),
         )
         for row in rows
     ]

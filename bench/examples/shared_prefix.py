@@ -58,7 +58,7 @@ class Model(NamedTuple):
 
 
 MODELS = {"gpu": Model(32, 8, 128, 64, "float16"), "host": Model(8, 2, 64, 16, "float32")}
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, tuple[int, ...]]] = {
     "gpu": {"batch": (32, 128), "prefix": (8192, 32768), "own": (128,)},
     "host": {"batch": (8,), "prefix": (1024,), "own": (32,)},
 }
@@ -210,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.device == "gpu" and (reason := gpu.why_not()):
         print(f"shared_prefix: --device gpu: {reason}", file=sys.stderr)
         return 3
-    model, place, xp, workers = MODELS[chosen.device], HOST, np, usable_cores()
+    model, place, workers = MODELS[chosen.device], HOST, usable_cores()
+    xp: Any = np
     if chosen.device == "gpu":
         place, xp = gpu.open_place(), importlib.import_module("cupy")
         workers = xp.cuda.Device().attributes["MultiProcessorCount"]
