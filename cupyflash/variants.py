@@ -179,7 +179,8 @@ class BwdSm90Config(NamedTuple):
         return head_dim if self.wide or self.block_m == 128 else 128
 
 
-Config = SimpleConfig | FwdConfig | KeysOutsideConfig | Sm90Config | DecodeConfig | BwdRowsConfig | BwdBiasConfig | BwdConfig | BwdSm90Config
+Forward = SimpleConfig | FwdConfig | KeysOutsideConfig | Sm90Config | DecodeConfig
+Config = Forward | BwdRowsConfig | BwdBiasConfig | BwdConfig | BwdSm90Config
 
 
 class Variant(NamedTuple):
