@@ -1,16 +1,14 @@
 // fwd_keys_outside.cu: attention forward with the loop over keys outside and that over query rows inside, kept for comparison: no call
 // comes to it but by `cupyflash-bench --family fwd_keys_outside`. Read it beside fwd_sm80.cu, whose products, softmax and copies it has.
 //
-// Algorithm  FlashAttention (arXiv 2205.14135, algorithm 1): a tile of K and V stays in shared memory, and all blocks of query rows pass
-// by.
-//            O_i, m_i and l_i of a block of rows come from memory and go back at each tile. O_i is in float32 and not divided by l_i until
-//            its last tile, as in fwd_sm80: so the order of the loops is all that differs.
-// Work       One block computes a head: its walk over keys is one after the other. Below batch x heads = number of SMs the GPU is not full.
-// Bytes      O alone: 8 Sq Sk Dv / (tile of keys) a head, read and written: 4 Sq Sk for 256 keys at Dv = 128, where standard attention
-// moves
-//            8 Sq Sk (S and P in 16 bits, written and read) and fwd_sm80 2 Sq Dv. So a tile has as many keys as there is room for.
+// Algorithm  FlashAttention (arXiv 2205.14135, algorithm 1): a tile of K and V stays in shared memory, and blocks of query rows pass by,
+//            whose O_i, m_i and l_i come from memory and go back. O_i is float32 and, as in fwd_sm80, divided by l_i only at its last
+//            tile: so the order of the loops is all that differs.
+// Work       One block computes a head, tile after tile of its keys: with fewer heads than SMs some have nothing to do.
+// Bytes      Of O alone 8 Sq Sk Dv / (keys of a tile) a head, read and written: 4 Sq Sk for 256 keys at Dv = 128, where standard attention
+//            moves 8 Sq Sk (S and P, 16 bits, written and read) and fwd_sm80 2 Sq Dv. So a tile has as many keys as there is room for.
 // Threads    kWarps warps, each with 16 rows of S and O in registers.
-// Smem       kStages x kBlockN keys of K and V, multiplied kBlockN at a time; two tiles of Q: block i + 1 is copied while i is multiplied.
+// Smem       kStages x kBlockN keys of K and V, multiplied kBlockN at a time; two blocks of Q: i + 1 is copied while i is multiplied.
 // Way out    As in fwd_sm80.cu: a row that left the range is computed again by attend_row.
 #include "../primitives/mma.cuh"
 #include "../primitives/softmax.cuh"

@@ -26,8 +26,7 @@ import cupyflash  # noqa: E402
 from cupyflash import jit, plan, variants  # noqa: E402
 
 FORWARD = {"bwd_simple": "fwd_simple", "bwd_sm80": "fwd_sm80", "bwd_sm90": "fwd_sm90", "bwd_sm90_wide": "fwd_sm90"}
-DIMS = {"fwd_simple": (32,), "bwd_simple": (32,), "bwd_sm90": (64, 128), "bwd_sm90_wide": (192, 256)}
-DIMS["fwd_keys_outside"] = (40, 64, 128)
+DIMS = {"fwd_simple": (32,), "fwd_keys_outside": (40, 64, 128), "bwd_simple": (32,), "bwd_sm90": (64, 128), "bwd_sm90_wide": (192, 256)}
 OTHERS = (64, 96, 128)
 
 # One lane arrives for its warp, so barriers count warps: each lane, so they count threads.
