@@ -30,7 +30,11 @@ def cache_dir() -> Path:
 
 
 def families(table: str = "FORWARD") -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row.family for row in vars(variants)[table]))
+    """Those that a timing can ask for."""
+    return tuple(dict.fromkeys(row.family for row in (*vars(variants)[table], *_LESSONS.get(table, ()))))
+
+
+_LESSONS = {"FORWARD": variants.LESSON}  # rows beside a table that only their name brings into play
 
 
 @contextmanager
@@ -38,7 +42,10 @@ def only_family(family: str | None) -> Iterator[None]:
     """Inside, the library plans with the rows of this family alone, to time a kernel where a better one exists; None is no restriction.
     The family of a backward leaves the forward as it is."""
     table = "BACKWARD" if family in families("BACKWARD") else "FORWARD"
-    with only_rows(tuple(row for row in vars(plan)[table] if family in (None, row.family)), table):
+    rows = vars(plan)[table]
+    if family is not None:
+        rows = tuple(row for row in (*rows, *_LESSONS.get(table, ())) if row.family == family)
+    with only_rows(rows, table):
         yield
 
 

@@ -26,6 +26,7 @@ from cupyflash.variants import (
     Config,
     DecodeConfig,
     FwdConfig,
+    KeysOutsideConfig,
     Row,
     SimpleConfig,
     Sm90Config,
@@ -98,7 +99,7 @@ def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...], p
         section = _section(p, variant.config, tiles) if "causal" in variant.flags and not p.packed else 1
     step = Step(variant, (tiles, 1, 1), variant.threads, variant.smem_bytes, args, row.why, _boxes(variant))
     if not p.packed or isinstance(variant.config, SimpleConfig):
-        return Plan((step,), section=section)
+        return Plan((step,), _rows_between(p, variant), section)
     assert isinstance(variant.config, FwdConfig | Sm90Config)
     block_m = variant.config.block_m
     lists = (block_m, 0)
@@ -106,6 +107,15 @@ def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...], p
     passing = p if pages is None else p._replace(seqlen_k=p.seqlen_k * p.batch)
     section = _section_of_tokens(passing, p.head_dim + p.head_dim_v)
     return Plan((_listing(p, lists, args, pages is not None), step), workspaces, section, lists)
+
+
+def _rows_between(p: AttentionProblem, variant: Variant) -> tuple[tuple[str, int], ...]:
+    """What `fwd_keys_outside` keeps of each row between its tiles of keys: O, and its maximum and sum, in float32."""
+    c = variant.config
+    if not isinstance(c, KeysOutsideConfig):
+        return ()
+    rows = p.batch * p.num_heads_q * _round_up(p.seqlen_q, c.block_m)
+    return ("part_out", rows * variant.head_dim_v * 4), ("part_lse", rows * 2 * 4)
 
 
 def _page_rows(problem: CacheProblem, block_n: int) -> int:
@@ -604,6 +614,8 @@ def _num_tiles(p: AttentionProblem, variant: Variant) -> int:
     heads = p.num_heads_q * (1 if p.packed else p.batch)
     if isinstance(variant.config, FwdConfig | Sm90Config):
         return _grid(variant, _num_blocks(p, p.seqlen_q, variant.config.block_m) * heads)
+    if isinstance(variant.config, KeysOutsideConfig):
+        return _grid(variant, heads)
     return _blocks_of(variant, p.seqlen_q * heads)
 
 

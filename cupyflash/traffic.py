@@ -14,7 +14,7 @@ from cupyflash.device import DeviceSpec
 from cupyflash.plan import Plan, Step
 from cupyflash.problem import ITEMSIZE, QUANTISED, AttentionProblem, BackwardProblem, CacheProblem
 from cupyflash.sizes import Problem
-from cupyflash.variants import BwdRowsConfig, BwdSm90Config, DecodeConfig, FwdConfig, Sm90Config
+from cupyflash.variants import BwdRowsConfig, BwdSm90Config, DecodeConfig, FwdConfig, KeysOutsideConfig, Sm90Config
 
 
 class Traffic(NamedTuple):
@@ -197,6 +197,7 @@ class Model:
                 "packed_tiles": self._lists,
                 "decode_begin": lambda _: [self._work("arrived", written=1)],
                 "cache_append": self._appends,
+                "fwd_keys_outside": self._keys_outside,
                 "bwd_delta": self._delta,
                 "bwd_convert": lambda _: [self._work("dq_sum", read=1), self._write("dq")],
                 "bwd_sum": lambda _: [self._work(name, read=1) for name in ("row_slope", "row_sink")],
@@ -244,6 +245,23 @@ class Model:
         moved += [*self._read("k", "v", times=times), *self._read("bias", "mask", "page_table")]
         moved += [self._work("row_tiles", read=1), self._write("out"), *([self._write("lse")] if self.p.write_lse else [])]
         return [*moved, *self._parts(step)]
+
+    def _keys_outside(self, step: Step) -> list[Traffic]:
+        """A head's blocks of rows pass by once for each tile of keys that they see. What they bring and take goes through HBM where the L2
+        has no room for that of all heads at work."""
+        c, p = step.variant.config, self.p
+        assert isinstance(c, KeysOutsideConfig)
+        heads = min(math.prod(step.grid), self.spec.num_sms * blocks_per_sm(step, self.spec))
+        at_work = heads * p.seqlen_q * (p.head_dim * ITEMSIZE[p.dtype] + step.variant.head_dim_v * 4)
+        diagonal = p.seqlen_k if p.window_right is None else 0 if p.top_left else p.seqlen_k - p.seqlen_q
+        ends = [min(first + c.block_m, p.seqlen_q) for first in range(0, p.seqlen_q, c.block_m)]
+        visits = sum(max(-(-min(end + diagonal, p.seqlen_k) // c.kept), 1) for end in ends)
+        blocks, again = len(ends), visits - len(ends)
+        far = at_work > usable_l2(self.spec)
+        read, written = (again, again) if far else (0, min(again, blocks))
+        moved = [Traffic("q", self.sizes["q"] * (visits if far else blocks) // blocks, 0), *self._read("k", "v")]
+        moved += [Traffic(name, size * read // blocks, size * written // blocks) for name, size in self.workspaces.items()]
+        return [*moved, self._write("out"), *([self._write("lse")] if p.write_lse else [])]
 
     def _parts(self, step: Step) -> list[Traffic]:
         """What blocks leave of a tile whose keys they share: at most two parts a block, or as many as blocks and tiles. They are read while

@@ -30,6 +30,7 @@ struct ForwardParams {
   const float* k_descale;  // (B, Hkv): what the numbers of a quantised cache are multiplied by; null: k_descale_of_all
   const float* v_descale;
   // Workspaces of decode.cu: parts of 16 rows, their O (parts, 16, kHeadDimV) divided by its sum, and their LSE (parts, 16) in log2 units.
+  // fwd_keys_outside.cu has O of its blocks of rows there, not divided, and (reference, sum) of each row.
   float* part_out;
   float* part_lse;
   int* arrived;  // how many parts of something are there; 0 before and after

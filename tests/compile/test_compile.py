@@ -16,7 +16,7 @@ import pytest
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
 from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem
-from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, PLAIN, BwdConfig, FwdConfig, Row, Sm90Config, Variant
+from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, LESSON, PLAIN, BwdConfig, FwdConfig, Row, Sm90Config, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -67,7 +67,7 @@ def cases(row: Row) -> Iterator[Case]:
         left_out = {"packed", "sink", "causal" if windows or row.causal is False else "", "" if windows else "local"}
         flags = tuple(sorted(PLAIN[row.family] - left_out))
         masks += [("causal",)] if windows and row.causal is None else []
-    packed = [tuple(sorted({*chosen, "packed"} - {"bias", "mask"})) for chosen in (masks[0], flags)]
+    packed = [tuple(sorted({*chosen, "packed"} - {"bias", "mask"})) for chosen in (masks[0], flags) if row not in LESSON]
     for dtype in row.dtypes:
         for arch in archs(row, dtype):
             alone = dtype in ("bfloat16", "float32") and arch == (row.arch or ("80" if row.capability == 80 else "90a"))
@@ -84,7 +84,7 @@ def archs(row: Row, dtype: str) -> Iterable[str]:
         return ("90a",)
     if dtype == "float16":
         return (row.arch or "80",)
-    return KNOWN if row in FORWARD else [arch for arch in KNOWN if arch != "89"]
+    return KNOWN if row not in BACKWARD else [arch for arch in KNOWN if arch != "89"]
 
 
 def serves(row: Row, variant: Variant, arch: str) -> bool:
@@ -96,7 +96,7 @@ def serves(row: Row, variant: Variant, arch: str) -> bool:
         capable = KNOWN[arch].capability >= other.capability and other.arch in (None, arch)
         return capable and smem_bytes <= KNOWN[arch].smem_bytes
 
-    table = FORWARD if row in FORWARD else BACKWARD
+    table = next(rows for rows in (FORWARD, BACKWARD, LESSON) if row in rows)
     for other in table[: table.index(row)]:
         takes = other.options or PLAIN[other.family].issuperset(variant.flags)
         takes = takes and variant.dtype in other.dtypes and all(a >= b for a, b in zip(other.head_dims, row.head_dims, strict=True))
@@ -188,7 +188,7 @@ def merging() -> Iterator[Case]:
 CASES = [
     pytest.param(row, case, id=f"{case.variant.name}-sm_{case.arch}")
     for row, found in (
-        *((row, cases(row)) for row in (*FORWARD, *BACKWARD)),
+        *((row, cases(row)) for row in (*FORWARD, *BACKWARD, *LESSON)),
         *((row, dict.fromkeys(over_pages(row))) for row in FORWARD),
         (BACKWARD[-1], dict.fromkeys(around())),
         (CACHED[-1], dict.fromkeys(over_caches())),

@@ -127,6 +127,20 @@ def test_forward(row: Row, dtype: str, rng: np.random.Generator) -> None:
         agrees(row, dtype, inputs(rng, dtype, 70, PRIME, d, dv - 8), every_option(rng, 70, PRIME))
 
 
+@pytest.mark.parametrize(("row", "dtype"), tiled(variants.LESSON))
+def test_keys_outside(row: Row, dtype: str, rng: np.random.Generator) -> None:
+    """Rows come back from memory for each tile of keys: one tile, the edges of the second, and in between those that see no key of it."""
+    d, m, n = row.head_dim, row.config.block_m, row.config.kept
+    for sq, sk in ((1, n + 1), (m - 1, n - 1), (m, n), (m + 1, 2 * n + 1), (PRIME, 1), (PRIME, n + PRIME), (2 * n + m, n + 1)):
+        for causal in (False, True):
+            agrees(row, dtype, inputs(rng, dtype, sq, sk, d, d), masked(causal, sq))
+    agrees(row, dtype, inputs(rng, dtype, PRIME, n + PRIME, d - 8, d - 8), {"causal": "top_left", "softmax_scale": -0.2})
+    for outweighed in (slice(None, 40), slice(n, None)):  # by keys of the other tile
+        q, k, v = inputs(rng, dtype, 70, n + PRIME, d, d)
+        k[:, outweighed] *= 12
+        agrees(row, dtype, [q, k, v], {})
+
+
 def gradients_agree(row: Row, dtype: str, arrays: list[Any], options: dict[str, Any], rng: np.random.Generator, **how: Any) -> None:
     q, k, v = arrays
     wide = [x.astype(np.float64) for x in arrays]

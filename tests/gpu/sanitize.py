@@ -26,7 +26,7 @@ import cupyflash  # noqa: E402
 from cupyflash import jit, plan, variants  # noqa: E402
 
 FORWARD = {"bwd_simple": "fwd_simple", "bwd_sm80": "fwd_sm80", "bwd_sm90": "fwd_sm90", "bwd_sm90_wide": "fwd_sm90"}
-DIMS = {"fwd_simple": (32,), "bwd_simple": (32,), "bwd_sm90": (64, 128), "bwd_sm90_wide": (192, 256)}
+DIMS = {"fwd_simple": (32,), "fwd_keys_outside": (40, 64, 128), "bwd_simple": (32,), "bwd_sm90": (64, 128), "bwd_sm90_wide": (192, 256)}
 OTHERS = (64, 96, 128)
 
 # One lane arrives for its warp, so barriers count warps: each lane, so they count threads.
@@ -41,7 +41,7 @@ EVERY_LANE = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("family", choices=sorted({row.family for row in (*variants.FORWARD, *variants.BACKWARD)}))
+    parser.add_argument("family", choices=sorted({row.family for row in (*variants.FORWARD, *variants.LESSON, *variants.BACKWARD)}))
     parser.add_argument("--every-lane", action="store_true")
     asked = parser.parse_args()
     family, backward = asked.family, asked.family.startswith("bwd")
@@ -60,8 +60,11 @@ def main() -> None:
     if not family.startswith("bwd_sm90"):  # whose rows serve no option
         every.append({"softcap": 5.0, "alibi_slopes": cupy.ones(2, np.float32), "sink": cupy.zeros(2, np.float32)})
     orders = (False, True) if family == "bwd_sm80" else (False,)
-    forward = [row for row in variants.FORWARD if row.family == FORWARD.get(family, family)]
-    calls = list(itertools.product(DIMS.get(family, OTHERS), (False, True), orders, every))
+    lesson = family == "fwd_keys_outside"  # dense, without options
+    if lesson:
+        every = every[:2]
+    forward = [row for row in (*variants.FORWARD, *variants.LESSON) if row.family == FORWARD.get(family, family)]
+    calls = list(itertools.product(DIMS.get(family, OTHERS), (False,) if lesson else (False, True), orders, every))
     with pytest.MonkeyPatch.context() as patch, only(*forward):
         patch.setattr(jit, "render", noted)
         patch.setattr(plan, "_SHORT_SEQUENCES", 0)  # that the Hopper kernels serve these

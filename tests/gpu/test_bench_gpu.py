@@ -178,10 +178,11 @@ def test_a_wrong_kernel_is_not_timed(place, monkeypatch):
     assert outcome.timing is None
 
 
-def test_a_family_alone_is_what_runs(place):
-    with kernels.only_family("fwd_simple"):
+@pytest.mark.parametrize("family", ["fwd_simple", "fwd_keys_outside"])
+def test_a_family_alone_is_what_runs(place, family):
+    with kernels.only_family(family):
         found = peers.compare(SMALL, [peers.CupyFlash()], place, min_s=0.01, min_rounds=2)
-    assert found.kernel.startswith("fwd_simple")
+    assert found.kernel.startswith(family)
     assert found.outcomes[0].verdict.ok
 
 

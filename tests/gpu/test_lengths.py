@@ -25,13 +25,15 @@ PRIME = 397  # more than three of the largest blocks
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True, "return_lse": True})
 WINDOW: dict[str, Any] = {"window_size": (90, 35), "return_lse": True}
-EACH_ROW = [pytest.param(row, dtype, id=f"{row_name(row)}-{dtype}") for row in variants.FORWARD for dtype in row.dtypes]
+EACH_ROW = [
+    pytest.param(row, dtype, id=f"{row_name(row)}-{dtype}") for row in (*variants.FORWARD, *variants.LESSON) for dtype in row.dtypes
+]
 each_row = pytest.mark.parametrize(("row", "dtype"), EACH_ROW)
 
 
 def blocks(row: Row) -> tuple[int, int]:
-    """Queries of a block, and keys of a step: a warp of fwd_simple takes 32."""
-    return getattr(row.config, "block_m", row.config.warps), getattr(row.config, "block_n", 32)
+    """Queries of a block, and keys of a step: a warp of fwd_simple takes 32; fwd_keys_outside reads rows again after `kept`."""
+    return getattr(row.config, "block_m", row.config.warps), getattr(row.config, "kept", getattr(row.config, "block_n", 32))
 
 
 def head_dims(row: Row) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1779,6 +1779,20 @@ def test_one_family_alone_and_the_table_as_before():
         assert cupyflash.supports(**sizes).reason == best
 
 
+def test_a_family_for_comparison_comes_into_play_by_its_name_alone():
+    sizes = {"head_dim": 64, "dtype": "bfloat16", "device": "sm_90a"}
+    best, table = cupyflash.supports(**sizes).reason, vars(kernels.plan)["FORWARD"]
+    assert kernels.families()[-1] == "fwd_keys_outside"
+    assert "fwd_keys_outside" not in kernels.families("BACKWARD")
+    with kernels.only_family("fwd_keys_outside"):
+        assert cupyflash.supports(**sizes, causal=True).reason.startswith("fwd_keys_outside__bf16_d64__m128n64s8__causal: ")
+        assert cupyflash.supports(**sizes, seqlen_q=1).reason.startswith("fwd_keys_outside__")
+        assert cupyflash.supports(**sizes, softcap=5.0).reason.startswith("no kernel for bfloat16 with head_dim 64")
+    with kernels.only_family(None):
+        assert vars(kernels.plan)["FORWARD"] is table
+    assert cupyflash.supports(**sizes).reason == best
+
+
 def test_one_family_of_the_backward_alone():
     sizes = {"head_dim": 64, "dtype": "bfloat16", "device": "sm_90a"}
     forward, backward = (lambda **wrt: cupyflash.supports(**sizes, **wrt).reason), {"wrt": ("q", "k", "v")}

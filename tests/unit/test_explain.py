@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from bench import cli, explain, gpu, ncu, timing
+from bench import cli, explain, gpu, kernels, ncu, timing
 from bench.cases import CacheCase, Case, explain_suite
 from cupyflash import sizes, traffic
 from cupyflash.explanation import Explanation
@@ -115,6 +115,30 @@ def test_keys_that_no_cache_holds_are_read_again():
     assert found.launches[0].tiles == -(-(1 << 19) // 192)
     assert moved(found)["k"] == (-(-found.launches[0].tiles // 132) * (1 << 19) * 128 * 2, 0)
     assert moved(cupyflash.explain(**long, seqlen_q=1 << 16))["k"] == ((1 << 16) * 128 * 2, 0)
+
+
+def test_bytes_of_keys_outside():
+    """Of FlashAttention's algorithm 1: rows come and go for each tile of 256 keys that they see, but where the L2 has room for them."""
+    with kernels.only_family("fwd_keys_outside"):
+        full, causal = (
+            cupyflash.explain(**BF16, head_dim=128, batch=2, num_heads_q=8, num_heads_kv=2, seqlen_q=4096, causal=causal, return_lse=True)
+            for causal in (False, True)
+        )
+        few = cupyflash.explain(**BF16, head_dim=128, num_heads_q=8, num_heads_kv=2, seqlen_q=4096)
+    row, rows, keys = 2 * 8 * 4096, 2 * 8 * 4096 * 128, 2 * 2 * 4096 * 128
+    seen = sum(-(-128 * n // 256) for n in range(1, 33)) / 32  # tiles by a block of 128 rows, on average
+    for found, visits in ((full, 16), (causal, seen)):
+        assert moved(found) == {
+            "q": (visits * rows * 2, 0),
+            "k": (keys * 2, 0),
+            "v": (keys * 2, 0),
+            "part_out": ((visits - 1) * rows * 4,) * 2,
+            "part_lse": ((visits - 1) * row * 8,) * 2,
+            "out": (0, rows * 2),
+            "lse": (0, row * 4),
+        }
+    assert (full.launches[0].grid, full.launches[0].tiles) == (16, 16)
+    assert (moved(few)["q"], moved(few)["part_out"]) == ((8 * 4096 * 128 * 2, 0), (0, 8 * 4096 * 128 * 4))  # 25 MB
 
 
 def test_bytes_of_the_backward():

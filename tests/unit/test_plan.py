@@ -17,7 +17,7 @@ from cupyflash import jit, params, plan, variants
 from cupyflash.arrays import ArrayView
 from cupyflash.device import HOST_SPEC, KNOWN, DeviceSpec
 from cupyflash.problem import AttentionProblem, BackwardOperands, BackwardProblem, CacheProblem, Operands
-from cupyflash.variants import BACKWARD, FORWARD, BwdConfig, FwdConfig, Variant
+from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, LESSON, BwdConfig, FwdConfig, Variant
 
 
 def problem(**fields: Any) -> AttentionProblem:
@@ -369,6 +369,37 @@ def test_kf_131_a_device_without_the_shared_memory(monkeypatch: pytest.MonkeyPat
 
 def test_an_old_gpu_gets_the_simple_kernel() -> None:
     assert plan.forward(problem(), DeviceSpec("75", 40, 65_536, 4 << 20)).steps[0].variant.name == "fwd_simple__bf16_d128__w4"
+
+
+def test_no_call_comes_to_a_row_that_is_for_comparison_alone() -> None:
+    assert {row.family for row in LESSON}.isdisjoint(row.family for row in (*FORWARD, *BACKWARD, *CACHED, *DECODE))
+    sizes = itertools.product(KNOWN, ("float16", "bfloat16"), (16, 64, 128), (1, 64, 4096), (None, 0))
+    for arch, dtype, d, seqlen, right in sizes:
+        p = problem(dtype=dtype, head_dim=d, head_dim_v=d, seqlen_q=seqlen, seqlen_k=4096, window_right=right, tensor_maps=False)
+        planned = (plan.forward(p, KNOWN[arch]), plan.cached(CacheProblem(p, dtype, 16), KNOWN[arch]))
+        assert {step.variant.family for steps in planned for step in steps.steps}.isdisjoint(row.family for row in LESSON)
+
+
+def test_keys_outside_has_a_block_a_head_and_its_rows_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "FORWARD", LESSON)
+
+    def planned(arch: str, **fields: Any) -> plan.Plan:
+        return plan.forward.__wrapped__(problem(**fields), KNOWN[arch])  # its cache knows nothing of this table
+
+    found = planned("90a", write_lse=True, window_right=0)
+    (step,) = found.steps
+    assert step.variant.name == "fwd_keys_outside__bf16_d128__m128n64s4__causal_lse"
+    assert (step.grid, step.threads) == ((2 * 8, 1, 1), 8 * 32)
+    assert step.smem_bytes == 2 * 128 * 128 * 2 + 256 * (128 + 128) * 2  # two tiles of Q, 256 keys
+    assert found.workspaces == (("part_out", 2 * 8 * 1024 * 128 * 4), ("part_lse", 2 * 8 * 1024 * 2 * 4))  # 1000 rows in blocks of 128
+    assert [planned(arch).steps[0].variant.config.tile for arch in KNOWN] == [
+        "m128n64s4" if KNOWN[arch].smem_bytes > 196608 else "m64n64s2" for arch in KNOWN
+    ]
+    assert planned("80", head_dim=40, head_dim_v=40).steps[0].variant.name == "fwd_keys_outside__bf16_d48__m128n64s8"
+    assert planned("86", head_dim=64, head_dim_v=64).steps[0].variant.config.tile == "m128n64s4"
+    for fields in ({"softcap": 5.0}, {"window_left": 9}, {"packed": True}, {"head_dim": 256}, {"dtype": "float32"}, {"aligned16": False}):
+        with pytest.raises(cupyflash.UnsupportedError, match="no kernel for"):
+            planned("90a", **fields)
 
 
 def test_supports_answers_with_the_reason_of_the_error() -> None:
