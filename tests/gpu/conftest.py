@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would tak
 
 # A test is (file, function, its parameters); its outcome "passed", "failed", or "skipped: " with the reason.
 Test = tuple[str, str, str]
-Nested = dict[str, dict[str, dict[str, dict[str, list[str]]]]]
+Nested = dict[str, dict[str, dict[str, dict[str, str]]]]
 
 _outcomes: dict[Test, str] = {}
 _collected: set[Test] = set()
@@ -48,22 +49,45 @@ def named(nodeid: str) -> Test:
 
 
 def nested(outcomes: dict[Test, str]) -> Nested:
-    """As the file keeps them: file, function, outcome, parameters up to the last of them, and the last ones."""
-    tests: Nested = {}
-    for (file, function, parameters), outcome in sorted(outcomes.items()):
-        first, dash, last = parameters.rpartition("-")
-        tests.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, {}).setdefault(first + dash, []).append(last)
-    return tests
+    """As the file keeps them: file, function, outcome, parameters up to the number that ends them, and runs of such numbers."""
+    numbers: dict[str, dict[str, dict[str, dict[str, list[int | None]]]]] = {}
+    for (file, function, parameters), outcome in outcomes.items():
+        first, number = re.fullmatch(r"(.*?)((?:0|[1-9]\d*)?)", parameters, re.DOTALL).groups()  # type: ignore[union-attr]
+        found = numbers.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, {}).setdefault(first, [])
+        found.append(int(number) if number else None)
+    return {
+        file: {
+            function: {outcome: {first: runs(numbers) for first, numbers in sorted(of.items())} for outcome, of in sorted(outcomes.items())}
+            for function, outcomes in sorted(functions.items())
+        }
+        for file, functions in sorted(numbers.items())
+    }
+
+
+def runs(numbers: list[int | None]) -> str:
+    """Numbers as "1-3,7"; no number is an empty piece."""
+    pieces: list[tuple[int, int]] = []
+    for n in sorted(n for n in numbers if n is not None):
+        if pieces and pieces[-1][1] == n - 1:
+            pieces[-1] = pieces[-1][0], n
+        else:
+            pieces.append((n, n))
+    return ",".join([*[""] * (None in numbers), *[f"{a}-{b}" if b > a else str(a) for a, b in pieces]])
 
 
 def flat(tests: Nested) -> dict[Test, str]:
+    def numbers(text: str) -> Iterator[str]:
+        for piece in text.split(","):
+            first, _, last = piece.partition("-")
+            yield from (str(n) for n in range(int(first), int(last) + 1)) if last else (piece,)
+
     return {
-        (file, function, first + last): outcome
+        (file, function, first + number): outcome
         for file, functions in tests.items()
         for function, outcomes in functions.items()
         for outcome, parameters in outcomes.items()
         for first, every in parameters.items()
-        for last in every
+        for number in numbers(every)
     }
 
 

@@ -64,10 +64,12 @@ def skip_while_pending(record: Any) -> None:
 
 def test_outcomes_are_added_to_those_before(conftest: Any) -> None:
     before = {("f", "a", "x-1"): "passed", ("f", "a", "y"): "failed", ("f", "b", ""): "skipped: needs 2 GPUs"}
+    before |= {("f", "c", name): "passed" for name in ("", "0", "2", "1", "10", "007", "a-9", "a-10", "a-12", "a-", "-3")}
     after = {("f", "a", "x-1"): "skipped: needs 2 GPUs", ("f", "a", "y"): "passed", ("f", "b", ""): "passed", ("g", "c", ""): "passed"}
     assert set(conftest.merged(before, after).values()) == {"passed"}
     assert conftest.flat(conftest.nested(before)) == before
-    assert conftest.nested(before)["f"]["a"] == {"passed": {"x-": ["1"]}, "failed": {"": ["y"]}}
+    assert conftest.nested(before)["f"]["a"] == {"passed": {"x-": "1"}, "failed": {"y": ""}}
+    assert conftest.nested(before)["f"]["c"] == {"passed": {"": ",0-2,10", "-": "3", "00": "7", "a-": ",9-10,12"}}
     assert conftest.named("tests/gpu/f.py::a[x[1]-y::z]") == ("f.py", "a", "x[1]-y::z")
 
 
