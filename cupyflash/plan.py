@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyflash.device import KNOWN, DeviceSpec
 from cupyflash.errors import UnsupportedError
-from cupyflash.problem import ITEMSIZE, MAX_PARTS, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem
+from cupyflash.problem import ITEMSIZE, MAX_PARTS, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem, packs_heads
 from cupyflash.variants import (
     BACKWARD,
     CACHED,
@@ -74,9 +74,11 @@ def _has_few_rows(p: AttentionProblem, device: DeviceSpec) -> bool:
     SMs, 2.4 where the heads of a group have a tile together, 1.2 with four rows. Elsewhere tiles are, up to 6 times (bench/NOTES.md)."""
     if p.packed or 0 in (p.seqlen_k, p.num_heads_kv) or not _decodes(p, device):
         return False
-    group = p.num_heads_q // p.num_heads_kv
-    few_tiles = 2 * p.batch * p.num_heads_q * _ceil_div(p.seqlen_q, 128) <= device.num_sms
-    return group * p.seqlen_q <= (64 if few_tiles else 16 if group > 1 else 4)
+    heads, rows, group = p.num_heads_q, p.seqlen_q, p.num_heads_q // p.num_heads_kv
+    if packs_heads(p):  # `supports` asks before a call has packed them, the call itself after
+        heads, rows, group = p.num_heads_kv, group, 1
+    few_tiles = 2 * p.batch * heads * _ceil_div(rows, 128) <= device.num_sms
+    return group * rows <= (64 if few_tiles else 16 if group > 1 else 4)
 
 
 def _on_host(p: AttentionProblem) -> Plan:

@@ -613,12 +613,17 @@ def differentiated(wrt: Any) -> tuple[str, ...]:
     return names
 
 
+def packs_heads(p: AttentionProblem) -> bool:
+    """Whether `pack_heads` has something to do: only where no option tells the rows apart."""
+    told_apart = p.alibi or p.bias or p.mask or p.sink or p.seqused_q or p.window_left is not None or p.window_right is not None
+    return p.seqlen_q == 1 and p.num_heads_q > p.num_heads_kv > 0 and not told_apart and not p.packed
+
+
 def pack_heads(p: AttentionProblem, a: Operands) -> tuple[AttentionProblem, Operands]:
     """One query token of grouped heads as attention of `group` query rows of each key head: the same numbers in the same places, read as
-    (B, group, Hkv, D), so that a tile reads a key head once and not once a query head. Only where no option tells the rows apart."""
+    (B, group, Hkv, D), so that a tile reads a key head once and not once a query head."""
     group = p.num_heads_q // max(p.num_heads_kv, 1)
-    told_apart = p.alibi or p.bias or p.mask or p.sink or p.seqused_q or p.window_left is not None or p.window_right is not None
-    if p.seqlen_q != 1 or group <= 1 or told_apart or p.packed:
+    if not packs_heads(p):
         return p, a
 
     def rows(view: V) -> V:

@@ -185,6 +185,18 @@ def test_few_rows_are_decoded_where_tiles_would_leave_the_gpu_idle() -> None:
     assert plan.forward(problem(batch=1, seqlen_q=1, dtype="float32"), KNOWN["90a"]).steps[0].variant.family == "fwd_simple"
 
 
+def test_one_token_of_grouped_heads_has_one_kernel_packed_or_not() -> None:
+    """`supports` and `warmup` ask about the call as it is stated; the call itself has made rows of the heads that share a key head."""
+    found = set()
+    for heads_q, heads_kv, batch, seqlen_k in itertools.product((4, 8, 32, 64), (1, 4), (1, 16, 64), (128, 4096)):
+        stated = problem(batch=batch, seqlen_q=1, seqlen_k=seqlen_k, num_heads_q=heads_q, num_heads_kv=heads_kv)
+        packed = stated._replace(seqlen_q=heads_q // heads_kv, num_heads_q=heads_kv)
+        variant, same = (plan.forward(p, KNOWN["90a"]).steps[-1].variant for p in (stated, packed))
+        assert variant == same, stated
+        found.add(variant.family)
+    assert found >= {"decode", "fwd_sm90"}
+
+
 def test_an_empty_problem_launches_nothing() -> None:
     for axis in ("batch", "seqlen_q", "num_heads_q"):
         assert plan.forward(problem(**{axis: 0}), KNOWN["90a"]).steps == ()
