@@ -30,7 +30,7 @@ class Preset(NamedTuple):
         return {name: x for name, x in {**sizes, "window": self.window, "softcap": self.softcap, "sink": self.sink}.items() if x}
 
 
-# From each model's config.json on huggingface.co: num_attention_heads / num_key_value_heads, head_dim (else hidden_size / heads),
+# As each model's config.json on huggingface.co names them: num_attention_heads / num_key_value_heads, head_dim (else hidden_size / heads),
 # sliding_window, attn_logit_softcapping. A model whose layers are of two kinds has two names, the sliding ones "-local".
 PRESETS = {
     "llama3-8b": Preset("32/8", "128"),  # meta-llama/Meta-Llama-3-8B
