@@ -165,7 +165,7 @@ except cupyflash.StateError as e:
     assert "warmup" in str(e) and "capture" in str(e), e
 else:
     raise SystemExit("the first call of all was captured")
-cupyflash.warmup([{"head_dim": 64, "dtype": "float16"}])
+cupyflash.warmup({"head_dim": 64, "dtype": "float16", "seqlen_q": 64, "num_heads_q": 2})
 graph, out = torch.cuda.CUDAGraph(), torch.full_like(q, torch.nan)
 with torch.cuda.graph(graph):
     cupyflash.attention(q, q, q, out=out)
@@ -194,7 +194,7 @@ def test_kf_093_a_kernel_that_is_not_loaded_yet(rng: np.random.Generator, librar
     options: dict[str, Any] = {"softcap": 3.0, "sink": sink, "out": out}
     with pytest.raises(cupyflash.StateError, match=r"not loaded yet.*cupyflash\.warmup\(\.\.\.\).*before the capture"):
         Graph(library).capture(lambda: cupyflash.attention(*arrays, **options))
-    cupyflash.warmup([{"head_dim": head_dim, "softcap": 3.0, "sink": True}])
+    cupyflash.warmup({"head_dim": head_dim, "softcap": 3.0, "sink": True, "seqlen_q": 50, "num_heads_q": 2})
     graph = Graph(library)
     graph.capture(lambda: cupyflash.attention(*arrays, **options))
     graph.replay()

@@ -45,9 +45,13 @@ def inputs(
     return [*make(rng, q, k, v, dtype), *make(rng, (*q[:-1], (v or k)[-1]), (1,), dtype=dtype)[:1]]
 
 
+# BLAS adds up in another order for other sizes and strides, on some processors: with OPENBLAS_CORETYPE=Haswell, not with SkylakeX.
+ROUNDING = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2e-6, "float64": 2e-15}
+
+
 def same(grad: Any, expected: Any, rounding: float = 0) -> None:
     """What a call may not read changes nothing. tests/gpu compares by another function, where 16 bits may be rounded otherwise."""
-    np.testing.assert_allclose(grad, expected, rtol=0, atol=rounding)
+    np.testing.assert_allclose(grad.astype(np.float64), expected.astype(np.float64), rtol=rounding, atol=min(rounding, 2e-6))
 
 
 def is_zero(x: Any) -> bool:
@@ -111,8 +115,7 @@ def test_kf_004_nan_in_a_hidden_key_reaches_only_rows_that_see_it(
     clean = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)  # without the row that sees the last key
     k[:, -1] = v[:, -1] = bad
     grads = gradients(q, k, v, dout, causal=True, softcap=softcap)
-    rounding = {"float32": 2e-6, "float64": 2e-15}.get(dtype, 0)  # sums over one row more are not always added up in the same order
-    same(grads.dq[:, :129], clean.dq, rounding)
+    same(grads.dq[:, :129], clean.dq, ROUNDING[dtype])  # of one row more
     assert np.isnan(grads.dq[:, 129].astype(np.float32)).all()
     with_row = gradients(q[:, :129], k, v, dout[:, :129], causal="top_left", softcap=softcap)
     assert is_zero(with_row.dk[:, 129])
@@ -214,8 +217,8 @@ def test_kf_026_027_each_operand_as_a_transposed_view(rng: np.random.Generator, 
         expected = cupyflash.attention_backward(*arrays, lse)
         for n in range(5):
             views = [transposed(x) if m == n else x for m, x in enumerate(arrays)]
-            for grad, same in zip(cupyflash.attention_backward(*views, lse)[:3], expected[:3], strict=True):
-                np.testing.assert_array_equal(grad, same)
+            for grad, want in zip(cupyflash.attention_backward(*views, lse)[:3], expected[:3], strict=True):
+                np.testing.assert_allclose(grad.astype(float), want.astype(float), rtol=ROUNDING[dtype], atol=min(ROUNDING[dtype], 2e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
