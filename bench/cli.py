@@ -40,7 +40,8 @@ from .cases import (
     tour_suite,
 )
 from .machine import diagnose, environment, nvidia_driver
-from .peers import LATE, OURS, PEERS, Comparison, Outcome, Peer
+from .peer import Peer
+from .peers import LATE, OURS, PEERS, Comparison, Outcome
 from .presets import preset_option
 from .report import Report, console
 from .timing import HOST, MIN_ROUNDS, Place

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,37 +19,11 @@ import cupyflash
 
 from . import check, cublas, gpu, timing
 from .cases import ITEMSIZE, Array, CacheCase, Case, Inputs
+from .libraries import FlashAttention, FlashInfer, Jax, Sdpa, TorchVarlen, Triton, XFormers
+from .peer import ONLY_PACKED, Peer, formula_cannot
 from .timing import HOST, Call, CaptureError, Place, Round, Timing
 
 OURS = "cupyflash"
-
-
-class Peer:
-    """One way to compute attention. Subclasses give `bind`, and whatever differs from these answers."""
-
-    name = ""
-    place = "gpu"  # the name of the place whose arrays it takes; "" is any
-    package = ""  # the distribution that it comes from
-    only_for = ""  # where the keys are, "packed" or in a "cache", if it is there for such alone
-
-    def missing(self) -> str | None:
-        """Why this peer cannot run at all here, or None."""
-        return None
-
-    def version(self) -> str:
-        return metadata.version(self.package)
-
-    def why_not(self, case: Case, place: Place) -> str | None:
-        """Why this peer cannot run the case, or None."""
-        return None
-
-    def bind(self, case: Case, inputs: Inputs) -> Call:
-        """A call without arguments that does the attention and nothing else: conversions, copies and warnings come before.
-
-        Its result is out (B, Sq, Hq, Dv), packed (T, Hq, Dv), or a tuple that starts with it. For a case of the backward the forward comes
-        before as well, and the result is a tuple that starts with dq, dk and dv.
-        """
-        raise NotImplementedError
 
 
 class CupyFlash(Peer):
@@ -72,9 +43,6 @@ class CupyFlash(Peer):
         return lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=case.deterministic, **options)
 
 
-_ONLY_PACKED = "it is for packed sequences (--varlen)"
-
-
 class CupyFlashDense(CupyFlash):
     """The library's call for arrays with a batch axis, on the same memory: what packing costs where it is not needed."""
 
@@ -82,7 +50,7 @@ class CupyFlashDense(CupyFlash):
 
     def why_not(self, case: Case, place: Place) -> str | None:
         if not case.lengths:
-            return _ONLY_PACKED
+            return ONLY_PACKED
         return None if case.equal else "these sequences have many lengths; --varlen --seqlen packs equal ones"
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
@@ -122,7 +90,7 @@ class Standard(Peer):
     name, place, package = "standard", "host", "numpy"
 
     def why_not(self, case: Case, place: Place) -> str | None:
-        return _formula_cannot(case, max(4, ITEMSIZE[case.dtype]), place)
+        return formula_cannot(case, max(4, ITEMSIZE[case.dtype]), place)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         (q, k, v), scale = inputs[:3], case.softmax_scale or case.head_dim**-0.5
@@ -130,26 +98,6 @@ class Standard(Peer):
             return lambda: standard(q, k, v, scale, causal=case.causal)
         out = standard(q, k, v, scale, causal=case.causal)
         return lambda: standard_gradients(inputs.dout, q, k, v, out, scale, causal=case.causal)
-
-
-def _formula_cannot(case: Case, score_bytes: int, place: Place) -> str | None:
-    if case.lengths:
-        return "its scores are of sequences that have one length, with a batch axis"
-    if case.window_size or case.softcap or case.extras:
-        return "it has no window, softcap, bias or mask"
-    if reason := _cache_cannot(case):
-        return reason
-    num_bytes, free = case.num_scores * score_bytes * (2 if case.backward else 1), place.free_bytes()  # P and dS
-    if free is not None and num_bytes > free // 2:
-        return f"its scores take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
-    return None
-
-
-def _cache_cannot(case: Case, *, pages: bool = False) -> str | None:
-    """Why what takes keys of q's dtype, in one array or in `pages` too, cannot take those of a cache, or None."""
-    if "page_table" in case.packing and not pages:
-        return "it takes no pages"
-    return "its keys must have q's dtype" if "k_descale" in case.packing else None
 
 
 def standard(q: Array, k: Array, v: Array, scale: float, *, causal: bool) -> Array:
@@ -221,7 +169,7 @@ class StandardOnGpu(Peer):
         return f"CuPy {importlib.import_module('cupy').__version__}"
 
     def why_not(self, case: Case, place: Place) -> str | None:
-        return _formula_cannot(case, ITEMSIZE[case.dtype], place)
+        return formula_cannot(case, ITEMSIZE[case.dtype], place)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         cp = importlib.import_module("cupy")
@@ -292,169 +240,6 @@ def _passes(wide: str) -> tuple[Any, ...]:
     )
 
 
-def _no_torch() -> str | None:
-    return None if gpu.torch_with_cuda() is not None else "torch with CUDA is not installed"
-
-
-def _autograd(out: Any, leaves: Sequence[Any], dout: Any) -> Call:
-    """torch's gradients of what a forward has recorded, again and again."""
-    if not out.requires_grad:
-        raise NotImplementedError("this build of it has no backward")
-    return functools.partial(gpu.torch_with_cuda().autograd.grad, out, leaves, dout, retain_graph=True)
-
-
-_NOT_DETERMINISTIC = "it is deterministic only where all of torch is, which is timed nowhere here"
-
-
-class Sdpa(Peer):
-    """torch's scaled_dot_product_attention with one of its backends, on transposed views of the same memory, which is how a (B, S, H, D)
-    program calls it; `contiguous` copies them to (B, H, S, D) beforehand."""
-
-    package = "torch"
-    _BACKENDS = ("flash", "cudnn", "mem_efficient", "math")
-
-    def __init__(self, name: str, backend: str, *, contiguous: bool = False) -> None:
-        self.name, self.backend, self.contiguous = name, backend, contiguous
-
-    def missing(self) -> str | None:
-        return _no_torch()
-
-    def why_not(self, case: Case, place: Place) -> str | None:
-        if case.lengths:
-            return "it takes packed sequences only as nested tensors, which are timed nowhere here"
-        if case.window_size or case.softcap or case.extras:
-            return "it has no window and no softcap, and its bias is timed nowhere here"
-        if case.causal and case.seqlen_q != case.seqlen_k:
-            return "its causal mask starts top left, ours ends bottom right: the same only for equal lengths"
-        return _NOT_DETERMINISTIC if case.deterministic else _cache_cannot(case)
-
-    def bind(self, case: Case, inputs: Inputs) -> Call:
-        torch = gpu.torch_with_cuda()
-        q, k, v, *dout = (
-            x.detach().transpose(1, 2).contiguous() if self.contiguous else x.detach().transpose(1, 2)
-            for x in (*inputs[:3], inputs.dout)
-            if x is not None
-        )
-        # The switches, not the context manager sdpa_kernel, whose host time is a third of a whole call's.
-        switches = [(getattr(torch.backends.cuda, f"enable_{name}_sdp"), name == self.backend) for name in self._BACKENDS]
-        options = {"is_causal": case.causal, "scale": case.softmax_scale, "enable_gqa": case.num_heads_q != case.num_heads_kv}
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-
-        def call() -> Any:
-            for enable, on in switches:
-                enable(on)
-            return sdpa(q, k, v, **options).transpose(1, 2)
-
-        if not case.backward:
-            return call
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        gradients = _autograd(call(), leaves, dout[0].transpose(1, 2))
-        return lambda: tuple(x.transpose(1, 2) for x in gradients())
-
-
-class TorchVarlen(Peer):
-    """torch's FlashAttention-2 for packed sequences: its `varlen_attn`, whose options are others in each version, or before torch 2.10 the
-    operation that this calls. Both are differentiated by torch."""
-
-    name, package, only_for = "torch-varlen", "torch", "packed"
-
-    def missing(self) -> str | None:
-        return _no_torch()
-
-    def why_not(self, case: Case, place: Place) -> str | None:
-        if not case.lengths:
-            return _ONLY_PACKED
-        if case.softcap or case.extras:
-            return "it has no softcap, bias or mask"
-        return _NOT_DETERMINISTIC if case.deterministic else None
-
-    def bind(self, case: Case, inputs: Inputs) -> Call:
-        try:
-            function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        except ImportError:
-            function = _varlen_of_aten
-        left, right = (-1 if side is None else side for side in case.window_size or (None, None))
-        options = _known(
-            function,
-            window_size=(left, 0 if case.causal else right),
-            scale=case.softmax_scale,
-            is_causal=case.causal,
-            enable_gqa=case.num_heads_q != case.num_heads_kv,  # where this is no option, grouped heads are taken as they come
-        )
-        if (case.window_size or case.softmax_scale) and "window_size" not in options:
-            raise NotImplementedError("this version of it has no window and no scale")
-        offsets, longest = (inputs.options[name] for name in ("cu_seqlens_q", "max_seqlen_q"))
-        arguments = offsets, offsets, longest, longest
-        if not case.backward:
-            return lambda: function(*inputs[:3], *arguments, **options)
-        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        return _autograd(function(*leaves, *arguments, **options), leaves, inputs.dout)
-
-
-def _varlen_of_aten(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seq_q: Any,
-    cu_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Any:
-    flash = gpu.torch_with_cuda().ops.aten._flash_attention_forward
-    sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
-    is_causal = window_size == (-1, 0)
-    return flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, is_causal, False, scale=scale, **sides)[0]
-
-
-def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """The options that this version of a function has."""
-    names = inspect.signature(function).parameters
-    return {name: option for name, option in options.items() if name in names}
-
-
-class FlashAttention(Peer):
-    """FlashAttention-3 and -4: one signature, `window_size` of FA4 with None where FA3 has -1. That for packed sequences differs from
-    version to version in the order of its arguments, not in their names. FA3 alone has one for caches."""
-
-    def __init__(self, name: str, module: str, package: str, unlimited: int | None) -> None:
-        self.name, self.module, self.package, self.unlimited = name, module, package, unlimited
-        self.has_caches = name == "fa3"
-
-    def missing(self) -> str | None:
-        try:
-            found = importlib.util.find_spec(self.module)
-        except ImportError:
-            found = None
-        return _no_torch() or (None if found else f"no module {self.module} ({self.package}); --site adds a folder of packages")
-
-    def why_not(self, case: Case, place: Place) -> str | None:
-        return "its sinks are timed nowhere here" if case.extras else _cache_cannot(case, pages=self.has_caches)
-
-    def bind(self, case: Case, inputs: Inputs) -> Call:
-        name = "flash_attn_varlen_func" if case.lengths else "flash_attn_func"
-        if case.function == "attention_with_kvcache" and self.has_caches:
-            name = "flash_attn_with_kvcache"
-        function = getattr(importlib.import_module(self.module), name)
-        left, right = (self.unlimited if side is None or side < 0 else side for side in case.window_size or (None, None))
-        options = {"softmax_scale": case.softmax_scale, "causal": case.causal, "window_size": (left, right), "softcap": case.softcap or 0.0}
-        options |= _known(function, **{name: x for name, x in inputs.options.items() if name in ("cache_seqlens", "page_table")})
-        if case.lengths:
-            offsets, longest = (inputs.options[name] for name in ("cu_seqlens_q", "max_seqlen_q"))
-            options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets} | _known(function, max_seqlen_q=longest, max_seqlen_k=longest)
-        if case.mode == "decode" and self.name == "fa3":
-            options["num_splits"] = 0  # its own choice, as in its function for caches; the default is never to split the keys
-        if not case.backward:
-            return lambda: function(*inputs[:3], **options)
-        if case.deterministic:
-            options["deterministic"] = True
-        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        result = function(*leaves, **options)
-        return _autograd(result[0] if isinstance(result, tuple) else result, leaves, inputs.dout)
-
-
 PEERS: tuple[Peer, ...] = (
     CupyFlash(),
     CupyFlashDense(),
@@ -464,9 +249,15 @@ PEERS: tuple[Peer, ...] = (
     Sdpa("sdpa-flash", "flash"),
     Sdpa("sdpa-cudnn", "cudnn"),
     Sdpa("sdpa-mem", "mem_efficient"),
+    Sdpa("sdpa-math", "math"),
     TorchVarlen(),
+    FlashAttention("fa2", "flash_attn.flash_attn_interface", "flash-attn", -1),
     FlashAttention("fa3", "flash_attn_interface", "tokenspeed-fa3", -1),
     FlashAttention("fa4", "flash_attn.cute", "flash-attn-4", None),
+    FlashInfer(),
+    XFormers(),
+    Triton(),
+    Jax(),
 )
 
 
@@ -493,6 +284,7 @@ class Outcome(NamedTuple):
     first_ms: float | None = None
     timing: Timing | None = None
     peak_bytes: int | None = None
+    timer: str = ""  # its own, where that is not the one of the comparison
     ratio_to_best: float | None = None  # speed against the fastest other peer of the same case: above 1 is faster than all of them
 
 
@@ -538,7 +330,9 @@ def compare(
         if ready and deadline is not None and _is_late(place, ready, outcomes, deadline, min_rounds):
             outcomes |= {name: outcomes[name]._replace(why_not=LATE) for name in ready}
         elif ready:
-            name, rounds, note = _rounds(ready, place.timers, timer)
+            apart = {peer.name for peer in peers if peer.own_queue} & set(ready)
+            name, rounds, note = _rounds({name: calls for name, calls in ready.items() if name not in apart}, place.timers, timer)
+            rounds |= {name: timing.burst(ready[name], place.wait) for name in apart}
             place.slowed()  # what was before
             timings = timing.measure(rounds, min_s=min_s, max_s=4 * min_s, min_rounds=min_rounds, noise=max_noise)
             is_cold = len(sets) * case.num_bytes >= place.cache_bytes if place.cache_bytes else None
@@ -546,7 +340,10 @@ def compare(
             found = found._replace(timer=name, cold=is_cold, kernel=kernel, note=note, slowed=place.slowed())
             del rounds  # graphs hold memory
             for name, calls in ready.items():
-                others = [timings[other].ms for other in timings if other != name]
+                if name in apart:
+                    outcomes[name] = outcomes[name]._replace(timing=timings[name], timer="burst")
+                    continue
+                others = [timings[other].ms for other in timings if other not in (name, *apart)]
                 ratio = min(others) / timings[name].ms if others else None
                 peak = place.peak_bytes(calls[0])
                 outcomes[name] = outcomes[name]._replace(timing=timings[name], peak_bytes=peak, ratio_to_best=ratio)

@@ -78,7 +78,7 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
         **rate_fields(case, timing),
         "host_us": timing.host_us,
         "ratio_to_best": outcome.ratio_to_best,
-        "timer": found.timer,
+        "timer": outcome.timer or found.timer,
         "cold": found.cold,
         "rounds": timing.rounds,
         "clock_mhz": timing.clock_mhz,
@@ -89,7 +89,8 @@ def result_line(found: Comparison, outcome: Outcome) -> dict[str, Any]:
 
 
 def notes(found: Comparison) -> list[str]:
-    return [text for text in (found.note, f"slowed by {found.slowed}" if found.slowed else "") if text]
+    apart = [f"{outcome.peer} by the wall clock" for outcome in found.outcomes if outcome.timer]
+    return [text for text in (found.note, f"slowed by {found.slowed}" if found.slowed else "", *apart) if text]
 
 
 def rate_fields(case: Case, timing: Timing) -> dict[str, float]:

@@ -13,7 +13,8 @@ import cupyflash
 from . import kernels, peers
 from .cases import Case, Inputs
 from .kernels import Trial
-from .peers import Comparison, Outcome, Peer
+from .peer import Peer
+from .peers import Comparison, Outcome
 from .timing import Call, Place
 
 
