@@ -365,7 +365,8 @@ def attention_with_kvcache(
         multiplied by, default 1. New tokens are divided by it and rounded to nearest even, those too large to the largest.
     kv_layout : "nhd" or "hnd". Strides only, no copy.
     num_splits, split_size : into how many parts keys are split, or how many keys a part has; None leaves it to cupyflash. With split_size
-        the result of a sequence has the same bits whatever else is in the batch. So far nothing is split.
+        the result of a sequence has the same bits whatever else is in the batch. What never splits keys, the host path and float32 and
+        float64 on a GPU, has nothing to do for either.
     plan : of `plan_decode`, made for such calls.
     out, return_lse, stream : as in `attention`. In the capture of a CUDA graph of CuPy's a call that appends or rotates keeps its
         workspaces, 4 bytes a sequence and as much as q, until the process ends.

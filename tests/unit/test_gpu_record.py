@@ -73,6 +73,11 @@ def test_outcomes_are_added_to_those_before(conftest: Any) -> None:
     assert conftest.named("tests/gpu/f.py::a[x[1]-y::z]") == ("f.py", "a", "x[1]-y::z")
 
 
+def test_the_digest_does_not_read_what_is_told(conftest: Any) -> None:
+    source = '"""Told."""\nx = "kept"\nclass A:\n    """Told\n    at length."""\n    def f(self):\n        """Told."""\n        return """kept"""\n'
+    assert conftest.without_docstrings(source) == 'x = "kept"\nclass A:\n    def f(self):\n        return """kept"""'
+
+
 def test_each_known_failure_is_named_by_a_test() -> None:
     names = re.findall(r"(?m)^def test_kf_(\d{3}(?:_\d{3})*)_", "\n".join(file.read_text() for file in TESTS.rglob("test_*.py")))
     assert KNOWN_FAILURES - {int(number) for name in names for number in name.split("_")} == set()
