@@ -109,6 +109,7 @@ def merged(old: dict[Test, str], new: dict[Test, str]) -> dict[Test, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="add the outcomes of this run to tests/gpu/record.json")
+    parser.addoption("--missing", action="store_true", help="leave out what has passed or was skipped by a record of these sources")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,6 +126,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("lf", False) and not any("::" in arg for arg in config.args):  # else files are collected in part
         _collected.update(named(item.nodeid) for item in items)
+    if config.option.missing:
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        outcomes = flat(record["tests"]) if record.get("digest") == digest() else {}
+        there = {item for item in items if outcomes.get(named(item.nodeid), "failed") != "failed"}
+        config.hook.pytest_deselected(items=[*there])
+        items[:] = [item for item in items if item not in there]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
