@@ -2448,3 +2448,15 @@ def test_nvml_says_what_it_knows_of_a_gpu(monkeypatch):
     assert sensor.facts() == {"driver_release": "580.82.07", "clock_mhz": 1650, **limits}
     with pytest.raises(OSError, match="nvmlDeviceGetHandleByPciBusId_v2 returned 3"):
         nvml.Sensor("none")
+
+
+def test_latent_heads_are_kept_once():
+    """Of 576 columns a key, 512 of them the value's: the same memory, which is counted and read once."""
+    case = CacheCase(3, 1, 50, 4, 1, 576, 512, "float32")
+    inputs = case.inputs()
+    assert np.shares_memory(inputs.k, inputs.v)
+    assert inputs.v.shape == (3, 50, 1, 512)
+    assert case.num_bytes == 4 * (3 * 50 * 576 + 3 * 4 * (576 + 512))
+    assert not CACHED.latent
+    (outcome,) = peers.compare(case, [peers.CupyFlash()], min_s=0.01).outcomes
+    assert outcome.verdict.ok
