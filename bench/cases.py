@@ -147,12 +147,18 @@ class Case:
         return self.batch * max(int(end.max() - first.min()), 0)
 
     @property
+    def latent(self) -> bool:
+        """Whether the values are the first columns of the keys, the same memory: as of DeepSeek-V3, and of nothing else so wide."""
+        return self.function == "attention_with_kvcache" and self.head_dim_v < self.head_dim and self.head_dim > 256
+
+    @property
     def num_bytes(self) -> int:
         """q, k, v and out, and of a backward their gradients, each once: the least that any implementation moves. Keys that no query sees
         do not count."""
         rows_q, rows_k = self.tokens[0] * self.num_heads_q, self.num_keys * self.num_heads_kv
         size_q, size_k, _ = (ITEMSIZE[name] for name in self.dtypes)
-        return (rows_q * size_q + rows_k * size_k) * (self.head_dim + self.head_dim_v) * (2 if self.backward else 1)
+        width = self.head_dim + self.head_dim_v
+        return (rows_q * size_q * width + rows_k * size_k * (self.head_dim if self.latent else width)) * (2 if self.backward else 1)
 
     @property
     def num_scores(self) -> int:
@@ -218,6 +224,7 @@ class Case:
             return (x / DESCALE if dtype in CACHE_DTYPES else x).astype(numpy_dtype(dtype), copy=False)
 
         q, k, v = (normal(*shape, dtype=dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        v = k[..., : self.head_dim_v] if self.latent else v
         options = {**self.options, **self.packing, **self.sink}
         if "alibi" in self.extras:  # the paper's slopes: 2^(-8/H), 2^(-16/H), ...
             options["alibi_slopes"] = np.exp2(-8.0 / Hq * np.arange(1, Hq + 1)).astype(np.float32)

@@ -150,7 +150,7 @@ class Gpu(Place):
         options = {name: self._put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
         kinds = [*zip(shapes, (*case.dtypes, case.dtype), strict=False)]
         arrays = ([self._normal(*kind, len(kinds) * n + i) for i, kind in enumerate(kinds)] for n in range(sets))
-        return [Inputs(q, k, v, options, *dout) for q, k, v, *dout in arrays]
+        return [Inputs(q, k, k[..., : case.head_dim_v] if case.latent else v, options, *dout) for q, k, v, *dout in arrays]
 
     def _put(self, array: Any) -> Any:
         """A NumPy array as one of the library that the inputs are of."""
