@@ -18,7 +18,6 @@ from cupyflash.variants import (
     CACHED,
     DECODE,
     FORWARD,
-    LATENT,
     MAX_HEAD_DIM,
     PLAIN,
     BwdConfig,
@@ -141,15 +140,13 @@ def decode(
     num_splits: int | None = None,
     flags: tuple[str, ...] = (),
     page_size: int | None = None,
-    table: tuple[Row, ...] | None = None,
 ) -> Plan:
-    """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys. The table
-    is DECODE, or LATENT."""
+    """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys."""
     group_rows = p.num_heads_q // max(p.num_heads_kv, 1) * p.seqlen_q
     tiles = p.num_heads_kv * _ceil_div(group_rows, 16) if p.batch == 1 and not (p.packed or split_size or num_splits) else 0
     if split_size or num_splits:
         flags = (*flags, "splits")
-    variant, row = _choose(p, device, table or _decode_rows(tiles, device, flags), flags)
+    variant, row = _choose(p, device, _decode_rows(tiles, device, flags), flags)
     c = variant.config
     assert isinstance(c, DecodeConfig)
     if page_size and page_size % c.block_n == 0:  # the keys that a warp takes at a time lie in one
@@ -157,7 +154,7 @@ def decode(
     args = tuple(name for name, used in _buffers(p).items() if used)
     if c.cluster > 1:
         return Plan((Step(variant, (tiles * c.cluster, 1, 1), variant.threads, variant.smem_bytes, args, row.why),))
-    unit, batches = c.unit, 1 if p.packed else p.batch
+    unit, batches = c.warps * c.block_n, 1 if p.packed else p.batch
     tiles = batches * p.num_heads_kv * (_ceil_div(group_rows, c.block_m) + (min(p.batch + 1, p.seqlen_q) if p.packed else 0))
     # Two blocks an SM hide from one another where they begin and end something; with little to begin, one has less to merge, but cannot
     # widen bytes as fast as they come.
@@ -177,15 +174,6 @@ def decode(
     )
     workspaces = (("part_out", parts * c.block_m * variant.head_dim_v * 4), ("part_lse", parts * c.block_m * 4), ("arrived", parts * 4))
     return Plan(steps, workspaces, team, splits=(split_units or -(num_splits or 0), parts))
-
-
-def _is_latent(problem: CacheProblem, device: DeviceSpec) -> bool:
-    """Whether LATENT has a row for a problem: values in the keys, which are wider than other rows take them. No tile of values is wider."""
-    p, (row,) = problem.attention, LATENT
-    if not problem.values_in_keys or p.bias or p.mask or problem.cache_dtype != p.dtype or not _aligned(p) or not p.num_heads_q:
-        return False
-    wide = MAX_HEAD_DIM < p.head_dim <= row.head_dims[0] and p.head_dim_v <= row.head_dims[1]
-    return wide and _round_up(p.head_dim_v, 128) <= _round_up(p.head_dim, 64) and p.dtype in row.dtypes and row.arch == device.arch
 
 
 def _decode_rows(tiles: int, device: DeviceSpec, flags: tuple[str, ...]) -> tuple[Row, ...]:
@@ -266,10 +254,8 @@ def _over_cache(problem: CacheProblem, device: DeviceSpec) -> Plan:
     p = problem.attention._replace(seqused_k=True)  # lengths are always given
     if rows := _rows_over_cache(problem, device):
         return _in_tiles(p, device, rows, problem if _is_paged(problem) else None)
-    latent = _is_latent(problem, device)
-    if latent or _decodes(p, device):
-        table = LATENT if latent else None
-        return decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size, table)
+    if _decodes(p, device):
+        return decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size)
     variant, row = _choose(p, device, CACHED, _cache_flags(problem))
     args = tuple(name for name, used in _buffers(p).items() if used)
     return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, row.why),))
@@ -576,13 +562,12 @@ def _most(p: AttentionProblem, config: Config) -> int:
 def _variant(p: AttentionProblem, row: Row) -> Variant:
     # mma.sync and wgmma multiply 16 wide, rows of bytes 32 at a time, and a warp of fwd_simple holds 32 elements a register: tiles are
     # padded, the true D stays a parameter.
-    latent = isinstance(row.config, DecodeConfig) and row.config.latent  # whose tiles are panels of 64, of values twice as many
-    step = 64 if latent else 32 if isinstance(row.config, SimpleConfig | DecodeConfig) else 16
+    step = 32 if isinstance(row.config, SimpleConfig | DecodeConfig) else 16
     flags = _flags(p) if _aligned(p) or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
     head_dim = _round_up(p.head_dim, step)
     if isinstance(row.config, BwdSm90Config):
         head_dim = row.config.width(head_dim)
-    return Variant(row.family, p.dtype, head_dim, _round_up(p.head_dim_v, 2 * step if latent else step), flags, row.config)
+    return Variant(row.family, p.dtype, head_dim, _round_up(p.head_dim_v, step), flags, row.config)
 
 
 def _aligned(p: AttentionProblem) -> bool:

@@ -108,13 +108,12 @@ class Model:
         seen = sum(count * self._keys_seen(*sizes) for sizes, count in lengths.items())
         cache = problem if isinstance(problem, CacheProblem) else None
         size, kept = ITEMSIZE[p.dtype], _BYTES[cache.cache_dtype if cache else p.dtype]
-        own_v = 0 if cache and cache.values_in_keys else p.head_dim_v  # columns of V that K has not
         out = ITEMSIZE[p.out_dtype]
         lse = 8 if p.dtype == "float64" else 4
         self.sizes = {
             "q": self.rows * p.head_dim * size,
             "k": seen * p.num_heads_kv * p.head_dim * kept,
-            "v": seen * p.num_heads_kv * own_v * kept,
+            "v": seen * p.num_heads_kv * p.head_dim_v * kept,
             "out": self.rows * p.head_dim_v * out,
             "dout": self.rows * p.head_dim_v * out,
             "lse": self.rows * lse,
@@ -127,7 +126,7 @@ class Model:
             "page_table": 4 * p.batch * -(-p.seqlen_k // cache.page_size) if cache and cache.page_size else 0,
         }
         self.longest_q, self.longest_k = (max((sizes[side] for sizes in lengths), default=0) for side in (0, 1))
-        self.key_bytes = self._keys_seen(self.longest_q, self.longest_k) * (p.head_dim + own_v) * kept  # of a head of a sequence
+        self.key_bytes = self._keys_seen(self.longest_q, self.longest_k) * (p.head_dim + p.head_dim_v) * kept  # of a head of a sequence
         self.group = p.num_heads_q // max(p.num_heads_kv, 1)
 
     def _keys_seen(self, seqlen_q: int, seqlen_k: int) -> int:
@@ -172,7 +171,7 @@ class Model:
             return 1
         if c.cluster > 1:
             return c.cluster
-        unit = c.unit
+        unit = c.warps * c.block_n
         problem = self.problem
         units = -(-p.seqlen_k // unit)
         if isinstance(problem, CacheProblem) and problem.split_size:
@@ -191,7 +190,7 @@ class Model:
         family = step.variant.family
         if family == "host":
             moved = self._backward_at_once() if self.wrt else self._attends(step)
-        elif family in ("fwd_simple", "fwd_sm80", "fwd_sm90", "decode", "decode_cluster", "latent_sm90"):
+        elif family in ("fwd_simple", "fwd_sm80", "fwd_sm90", "decode", "decode_cluster"):
             moved = self._attends(step)
         else:
             of: dict[str, Callable[[Step], list[Traffic]]] = {

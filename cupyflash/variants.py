@@ -79,7 +79,7 @@ class Sm90Config(NamedTuple):
 
 class DecodeConfig(NamedTuple):
     """`decode`: a tile of block_m query rows, against which each of `warps` warps walks block_n keys of its own at a time, kept in `stages`
-    buffers. `blocks` of them share an SM; `decode_cluster` has `cluster` of them in a cluster; of `latent_sm90` all warps have all keys."""
+    buffers. `blocks` of them share an SM; `decode_cluster` has `cluster` of them in a cluster."""
 
     block_m: int
     block_n: int
@@ -87,16 +87,10 @@ class DecodeConfig(NamedTuple):
     warps: int
     blocks: int
     cluster: int = 1
-    latent: bool = False
 
     @property
     def tile(self) -> str:
         return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}b{self.blocks}" + f"c{self.cluster}" * (self.cluster > 1)
-
-    @property
-    def unit(self) -> int:
-        """Keys that a block takes at a time."""
-        return self.block_n * (1 if self.latent else self.warps)
 
 
 class BwdRowsConfig(NamedTuple):
@@ -251,10 +245,6 @@ class Variant(NamedTuple):
             return row + c.stages * (key + key_v)
         if isinstance(c, KeysOutsideConfig):
             return 2 * row + c.stages * (key + key_v)
-        if isinstance(c, DecodeConfig) and c.latent:  # O lies in place of the buffers; P; references, sums, what is told; shares
-            rest = 4 * c.block_m * 4 + (c.warps + 3 + -(-c.block_m // 32)) * 4
-            operands = (c.block_m + c.stages * c.block_n) * _panel_bytes(self.head_dim) + c.block_m * _panel_bytes(c.block_n)
-            return _round_up(operands + rest, 1024)
         if isinstance(c, DecodeConfig):  # in place of the buffers, O of the warps in float; references, sums, shares
             merged = c.warps * c.block_m * (self.head_dim_v + 8) * 4
             rest = c.warps * (2 * c.block_m + 1) * 4 + 16 + 3 * c.block_m * 4
@@ -430,16 +420,6 @@ DECODE = (
     _decode(128, DecodeConfig(16, 16, 2, 4, 1), "not measured; 70 kB, for SMs of 100 kB"),
     _decode(256, DecodeConfig(16, 16, 2, 4, 1), "(32, 8k) 468, 604 for 2 warps and 2 blocks an SM; cuDNN 635"),
     _decode(256, DecodeConfig(16, 16, 2, 2, 1), "not measured; 74 kB, for SMs of 100 kB; all options together spill 12 bytes on Blackwell"),
-)
-
-
-# Latent heads, whose values are the first columns of their keys, in an array of one key head or more.
-LATENT = (
-    Row(
-        *("latent_sm90", _HALF, 576, 90, True, DecodeConfig(64, 64, 2, 8, 1, latent=True)),
-        *("not measured; 226 kB", "90a"),
-        narrow_v=512,
-    ),
 )
 
 

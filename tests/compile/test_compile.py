@@ -16,7 +16,7 @@ import pytest
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
 from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem
-from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, LATENT, LESSON, PLAIN, BwdConfig, FwdConfig, Row, Sm90Config, Variant
+from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, LESSON, PLAIN, BwdConfig, FwdConfig, Row, Sm90Config, Variant
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -176,18 +176,6 @@ def decoding() -> Iterator[Case]:
                     yield Case(plan.cached(problem, KNOWN[arch]).steps[-1].variant, arch)
 
 
-def latents() -> Iterator[Case]:
-    """Of each dtype plain; with all options over pages, split and packed."""
-    options = {"alibi": True, "sink": "float32", "softcap": 2.0, "window_left": 9, "write_lse": True, "packed": True, "seqused_q": True}
-    for dtype, given, more in (
-        ("float16", {}, {"page_size": None}),
-        ("bfloat16", {}, {"page_size": None}),
-        ("bfloat16", options, {"page_size": 24, "num_splits": 9}),
-    ):
-        p = AttentionProblem(dtype, dtype, 32, 1, 999, 128, 1, *LATENT[0].head_dims, 0.125, **given)  # type: ignore[arg-type]
-        yield Case(plan.cached(CacheProblem(p, dtype, values_in_keys=True, **more), KNOWN["90a"]).steps[-1].variant, "90a")
-
-
 def merging() -> Iterator[Case]:
     """Rows of whole pieces of 16 bytes and others: of all dtypes for one architecture, of one for each."""
     for dtype in FORWARD[-1].dtypes:
@@ -205,7 +193,6 @@ CASES = [
         (BACKWARD[-1], dict.fromkeys(around())),
         (CACHED[-1], dict.fromkeys(over_caches())),
         (DECODE[-1], dict.fromkeys(decoding())),
-        (LATENT[-1], dict.fromkeys(latents())),
         (FORWARD[-1], dict.fromkeys(merging())),
     )
     for case in found

@@ -519,6 +519,7 @@ def test_many_query_rows_over_a_cache_have_the_tiles_of_the_forward() -> None:
     assert families(num_splits=1) == ["fwd_sm90"]
     assert families(cache_dtype="int8") == few
     assert families(dtype="float32", cache_dtype="float32") == families(cache_dtype="int8", mask=True) == ["fwd_simple"]
+    assert families(head_dim=576, head_dim_v=512) == ["fwd_simple"]
     step = plan.cached(CacheProblem(problem(window_right=0), "bfloat16", None), KNOWN["90a"]).steps[-1]
     assert step.variant.flags == ("causal", "used")
     lengths = (100, 1 << 17)  # of the buffers; how much of them is in use is not known
@@ -557,24 +558,6 @@ def test_sections_of_packed_queries_count_the_keys_of_all_sequences() -> None:
     assert planned.tiles == (192, 0)
 
 
-def test_latent_heads_have_a_kernel_of_their_own_on_hopper() -> None:
-    latent = {"head_dim": 576, "head_dim_v": 512, "num_heads_q": 128, "num_heads_kv": 1, "values_in_keys": True}
-
-    def last(arch: str = "90a", **asked: Any) -> Any:
-        return planned_over_cache(KNOWN[arch], **latent | asked).steps[-1]
-
-    step = last(batch=2, seqlen_k=8192)
-    assert (step.variant.family, step.grid, step.threads) == ("latent_sm90", (132, 1, 1), 256)
-    assert last(seqlen_q=200).variant.family == "latent_sm90"  # no tile of the forward is so wide
-    narrow = last(head_dim=320, head_dim_v=248).variant
-    assert (narrow.family, narrow.head_dim, narrow.head_dim_v) == ("latent_sm90", 320, 256)
-    for asked in (
-        *({"arch": "80"}, {"arch": "100"}, {"mask": True}, {"cache_dtype": "int8"}, {"head_dim": 570, "head_dim_v": 500}),
-        *({"aligned16": False}, {"head_dim": 320, "head_dim_v": 296}, {"values_in_keys": False}),
-    ):
-        assert last(**asked).variant.family == "fwd_simple", asked  # type: ignore[arg-type]
-
-
 def test_supports_and_warmup_answer_for_caches() -> None:
     asked: dict[str, Any] = {"head_dim": 128, "dtype": "bfloat16", "device": "sm_90a", "cached": True, "num_heads_q": 32, "num_heads_kv": 8}
     answer = cupyflash.supports(**asked, batch=32, seqlen_q=1, seqlen_k=4096, page_size=16, seqlen_new=1, rotary_dim=64, cache_dtype="int8")
@@ -584,9 +567,7 @@ def test_supports_and_warmup_answer_for_caches() -> None:
     answer = cupyflash.supports(**asked, batch=1, seqlen_q=1, seqlen_k=4096)
     assert answer.reason.startswith("decode_cluster__bf16_d128__m16n16s3w4b2c16__used: ")
     assert cupyflash.supports(**asked, seqlen_q=9, split_size=256, packed=True).variants[1].flags == ("packed", "paged", "splits", "used")
-    latent = asked | {"head_dim": 576, "head_dim_v": 512, "seqlen_q": 1}
-    assert cupyflash.supports(**latent).reason.startswith("latent_sm90__bf16_d576v512__m64n64s2w8b1__used: ")
-    assert cupyflash.supports(**latent | {"device": "sm_80"}).reason.startswith("fwd_simple__")
+    assert cupyflash.supports(**asked | {"head_dim": 576, "head_dim_v": 512}, seqlen_q=1).reason.startswith("fwd_simple__")
     assert cupyflash.supports(**asked | {"device": "host"}, page_size=7).reason.startswith("host__")
     for more, reason in (
         ({"wrt": ("q",)}, "attention over a cache takes no bias and has no gradient"),
