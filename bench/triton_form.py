@@ -14,8 +14,15 @@ import triton.language as tl
 
 _TILES = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
-    for m, n, warps in ((64, 32, 4), (64, 64, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
-    for stages in (2, 3, 4)
+    for m, n, warps, stages in (
+        (64, 32, 4, 3),
+        (64, 64, 4, 3),
+        (128, 32, 4, 4),
+        (128, 64, 4, 3),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+    )
 ]
 
 

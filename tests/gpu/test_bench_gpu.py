@@ -96,11 +96,15 @@ def test_inputs_are_normal_and_cold(either):
     assert abs((first * second).mean()) < 0.02
 
 
+COMPILED = ("triton", "jax")  # for seconds, for each shape
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("case", [SMALL, DECODE, replace(SMALL, causal=False, num_heads_kv=2)])
 def test_every_peer_that_runs_a_case_is_right(either, case, dtype):
     case = replace(case, dtype=dtype)
-    found = peers.compare(case, peers.peers_at("gpu"), either, min_s=0.01, min_rounds=2)
+    quick = [peer for peer in peers.peers_at("gpu") if peer.name not in COMPILED]
+    found = peers.compare(case, quick, either, min_s=0.01, min_rounds=2)
     for outcome in found.outcomes:
         assert outcome.verdict is None or outcome.verdict.ok, (outcome.peer, str(outcome.verdict))
         assert outcome.timing or outcome.why_not, outcome.peer
@@ -114,13 +118,31 @@ def test_every_peer_that_runs_a_case_is_right(either, case, dtype):
     assert found.cold
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", COMPILED)
+def test_peers_that_are_compiled_are_right(place, name, backward):
+    both = peers.peers_at("gpu", ("cupyflash", name))
+    if reason := both[1].missing():
+        pytest.skip(f"{name}: {reason}")
+    case = replace(SMALL, dtype="bfloat16", num_heads_kv=2, backward=backward)
+    ours, other = peers.compare(case, both, place, min_s=0.01, min_rounds=2).outcomes
+    if name == "triton" and backward:
+        assert other.why_not == "only its forward is timed here"
+        return
+    assert other.why_not is None
+    assert other.verdict.ok, str(other.verdict)
+    assert (other.timer, other.ratio_to_best is None) == (("burst", True) if name == "jax" else ("", False))
+    assert ours.timing
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize(("page_size", "cache_dtype"), [(0, ""), (16, ""), (0, "int8"), (64, "int8"), (64, "float8_e4m3fn")])
 def test_every_peer_over_a_cache_is_right(either, rows, page_size, cache_dtype):
     if cache_dtype == "float8_e4m3fn" and either.torch is None:
         pytest.skip("CuPy has no float8")
     case = replace(CACHED, seqlen_q=rows, causal=rows > 1, page_size=page_size, cache_dtype=cache_dtype)
-    found = peers.compare(case, peers.peers_at("gpu", keys="cache"), either, min_s=0.01, min_rounds=2)
+    quick = [peer for peer in peers.peers_at("gpu", keys="cache") if peer.name not in COMPILED]
+    found = peers.compare(case, quick, either, min_s=0.01, min_rounds=2)
     outcomes = {outcome.peer: outcome for outcome in found.outcomes}
     for outcome in found.outcomes:
         assert outcome.verdict is None or outcome.verdict.ok, (outcome.peer, str(outcome.verdict))
