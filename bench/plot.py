@@ -237,7 +237,7 @@ def draw(picture: Picture, out: Path) -> None:
             return
         figure.savefig(drawn := io.BytesIO(), format="png")
         # Pillow is there with matplotlib; a palette makes the file a third.
-        importlib.import_module("PIL.Image").open(drawn).convert("RGB").quantize(128).save(out, optimize=True)
+        importlib.import_module("PIL.Image").open(drawn).convert("RGB").quantize(48).save(out, optimize=True)
 
 
 def _draw_panel(ax: Any, one: Panel, look: dict[str, tuple[str, str]], picture: Picture) -> None:
