@@ -164,8 +164,8 @@ RAGGED = (
     "rope_scale=None, rope_theta=None, q_data_type='float16', kv_data_type=None"
 )
 PAGES = (
-    "indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode='NONE', window_left=-1, "
-    "logits_soft_cap=None, q_data_type='float16', kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None"
+    "indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, pos_encoding_mode='NONE', window_left=-1, "
+    "window_right=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None"
 )
 
 
