@@ -148,8 +148,8 @@ class Case:
 
     @property
     def latent(self) -> bool:
-        """Whether the values are the first columns of the keys, the same memory: as of DeepSeek-V3, and of nothing else so wide."""
-        return self.function == "attention_with_kvcache" and self.head_dim_v < self.head_dim and self.head_dim > 256
+        """Whether the values are the first columns of the keys, the same memory."""
+        return False
 
     @property
     def num_bytes(self) -> int:
@@ -253,6 +253,11 @@ class CacheCase(Case):
     @property
     def mode(self) -> str:
         return "decode"
+
+    @property
+    def latent(self) -> bool:
+        """As of DeepSeek-V3, 576 and 512 wide; nothing else is wider than 256."""
+        return self.head_dim > 256 and self.head_dim_v < self.head_dim
 
     @property
     def function(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import gpu
-from .cases import ITEMSIZE, Case, Inputs
+from .cases import ITEMSIZE, CacheCase, Case, Inputs
 from .peer import ONLY_PACKED, Peer, cache_cannot, formula_cannot
 from .timing import Call, Place
 
@@ -239,57 +239,57 @@ class FlashInfer(Peer):
             return "it has no backward"
         if case.extras:
             return "its sinks are timed nowhere here"
-        if case.window_size and case.window_size[1] not in (None, -1):
-            return "its window ends at the diagonal"
-        if not case.lengths and case.function == "attention_with_kvcache" and (case.seqlen_q > 1 or case.head_dim != case.head_dim_v):
-            return "its chunks, and values of another width, are timed nowhere here"
-        if "page_table" not in case.packing and case.function == "attention_with_kvcache" and case.seqlen_k % 16:
-            return "as pages of 16 the keys of a sequence must be a multiple of that"
+        if _side(case, 1) not in (-1, 0):
+            return "its window ends at the diagonal, or has no end"
+        if isinstance(case, CacheCase):
+            if case.seqlen_q > 1 or case.head_dim != case.head_dim_v:
+                return "its chunks, and values of another width, are timed nowhere here"
+            if not case.page_size and case.seqlen_k % 16:
+                return "as pages of 16 the keys of a sequence must be a multiple of that"
         return cache_cannot(case, pages=True)
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         if self._planned is None or self._planned[0] != case:
-            self._planned = case, (self._over_pages if case.function == "attention_with_kvcache" else self._packed)(case, inputs)
+            self._planned = case, self._over_pages(case, inputs) if isinstance(case, CacheCase) else self._packed(case, inputs)
         run: Any = self._planned[1].run
         q, k, v = inputs[:3]
-        if case.function == "attention_with_kvcache":
-            pages = case.packing.get("page_table")
-            k, v = (x if pages is not None else x.view(-1, 16, *x.shape[2:]) for x in (k, v))
-            return lambda: run(q[:, 0], (k, v))[:, None]
+        if isinstance(case, CacheCase):
+            pages = (k, v) if case.page_size else tuple(x.view(-1, 16, *x.shape[2:]) for x in (k, v))
+            return lambda: run(q[:, 0], pages)[:, None]
         q, k, v = (x.view(-1, *x.shape[-2:]) for x in (q, k, v))
         return lambda: run(q, k, v).view(case.out_shape)
 
     def _packed(self, case: Case, inputs: Inputs) -> Any:
         torch = gpu.torch_with_cuda()
-        offsets = [
-            torch.arange(case.batch + 1, dtype=torch.int32) * n if not case.lengths else torch.as_tensor(case.cu_seqlens)
-            for n in (case.seqlen_q, case.seqlen_k)
-        ]
+        equal = torch.arange(case.batch + 1, dtype=torch.int32)
+        offsets = [torch.as_tensor(case.cu_seqlens) if case.lengths else equal * n for n in (case.seqlen_q, case.seqlen_k)]
         sizes = case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v
         wrapper = importlib.import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD")
-        options = {"sm_scale": case.softmax_scale, "logits_soft_cap": case.softcap, "window_left": _left(case), "causal": case.causal}
+        options = {"sm_scale": case.softmax_scale, "logits_soft_cap": case.softcap, "window_left": _side(case, 0)}
+        options["causal"] = case.causal or _side(case, 1) == 0
         wrapper.plan(*(x.to(inputs.q.device) for x in offsets), *sizes, **options, q_data_type=inputs.q.dtype, kv_data_type=inputs.k.dtype)
         return wrapper
 
-    def _over_pages(self, case: Case, inputs: Inputs) -> Any:
+    def _over_pages(self, case: CacheCase, inputs: Inputs) -> Any:
         torch = gpu.torch_with_cuda()
-        table, size = inputs.options.get("page_table"), getattr(case, "page_size", 0) or 16
+        table, size = inputs.options.get("page_table"), case.page_size or 16
         pages = -(-case.seqlen_k // size)
         begins = torch.arange(case.batch + 1, dtype=torch.int32) * pages
         indices = torch.arange(case.batch * pages, dtype=torch.int32) if table is None else table.flatten()
         last = torch.full((case.batch,), case.seqlen_k - (pages - 1) * size, dtype=torch.int32)
         grouped = case.num_heads_q > case.num_heads_kv
         wrapper = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=grouped)
-        options = {"sm_scale": case.softmax_scale, "logits_soft_cap": case.softcap, "window_left": _left(case)}
+        options = {"sm_scale": case.softmax_scale, "logits_soft_cap": case.softcap, "window_left": _side(case, 0)}
         where = (x.to(inputs.q.device) for x in (begins, indices, last))
         sizes = case.num_heads_q, case.num_heads_kv, case.head_dim, size
         wrapper.plan(*where, *sizes, **options, q_data_type=inputs.q.dtype, kv_data_type=inputs.k.dtype)
         return wrapper
 
 
-def _left(case: Case) -> int:
-    left = case.window_size[0] if case.window_size else None
-    return -1 if left is None else left
+def _side(case: Case, side: int) -> int:
+    """Of a window, how many keys on that side; -1 is all."""
+    keys = case.window_size[side] if case.window_size else None
+    return -1 if keys is None else keys
 
 
 @functools.cache

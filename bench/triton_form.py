@@ -75,28 +75,13 @@ def _forward(
         full = tl.minimum(full, tl.maximum(block * BLOCK_M + offset + 1, 0) // BLOCK_N * BLOCK_N)
         last = tl.minimum(sk, tl.maximum((block + 1) * BLOCK_M + offset, 0))
     acc, row_max, row_sum = _walk(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, 0, full, rows, columns, scale_log2, sk, offset, stride_ks, stride_vs, False, CAUSAL, BLOCK_N
-    )
+        acc, row_max, row_sum, q, k_ptr, v_ptr, 0, full, rows, columns, scale_log2, sk, offset, stride_ks, stride_vs,
+        MASKED=False, CAUSAL=CAUSAL, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
     acc, row_max, row_sum = _walk(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        k_ptr,
-        v_ptr,
-        full,
-        last,
-        rows,
-        columns,
-        scale_log2,
-        sk,
-        offset,
-        stride_ks,
-        stride_vs,
-        True,
-        CAUSAL,
-        BLOCK_N,
-    )
+        acc, row_max, row_sum, q, k_ptr, v_ptr, full, last, rows, columns, scale_log2, sk, offset, stride_ks, stride_vs,
+        MASKED=True, CAUSAL=CAUSAL, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     out_ptr += batch * stride_ob + head * stride_oh
     tl.store(out_ptr + rows[:, None] * stride_os + columns[None, :], out.to(q.dtype), mask=rows[:, None] < sq)

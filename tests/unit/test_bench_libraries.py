@@ -237,6 +237,9 @@ def test_flashinfer_is_told_of_window_and_softcap(flashinfer, torch):
     q, k, v = (torch.zeros(shape) for shape in case.shapes)
     peers.FlashInfer().bind(case, peers.Inputs(q, k, v, {}))
     assert (flashinfer[0]["window_left"], flashinfer[0]["logits_soft_cap"]) == (7, 3.0)
+    peers.FlashInfer().bind(replace(SMALL, causal=False, window_size=(7, 0)), peers.Inputs(q, k, v, {}))
+    assert (flashinfer[1]["window_left"], flashinfer[1]["causal"]) == (7, True)
+    assert peers.FlashInfer().why_not(replace(SMALL, window_size=(7, 0)), timing.HOST) is None
 
 
 @pytest.mark.parametrize(
