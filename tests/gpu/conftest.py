@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would tak
 
 # A test is (file, function, its parameters); its outcome "passed", "failed", or "skipped: " with the reason.
 Test = tuple[str, str, str]
-Nested = dict[str, dict[str, dict[str, dict[str, str]]]]
+Nested = dict[str, dict[str, dict[str, str]]]
 
 _outcomes: dict[Test, str] = {}
 _collected: set[Test] = set()
@@ -60,46 +61,85 @@ def named(nodeid: str) -> Test:
 
 
 def nested(outcomes: dict[Test, str]) -> Nested:
-    """As the file keeps them: file, function, outcome, parameters up to the number that ends them, and runs of such numbers."""
-    numbers: dict[str, dict[str, dict[str, dict[str, list[int | None]]]]] = {}
+    """As the file keeps them: file, function, outcome, and the parameters as one text."""
+    found: dict[str, dict[str, dict[str, set[str]]]] = {}
     for (file, function, parameters), outcome in outcomes.items():
-        first, number = re.fullmatch(r"(.*?)((?:0|[1-9]\d*)?)", parameters, re.DOTALL).groups()  # type: ignore[union-attr]
-        found = numbers.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, {}).setdefault(first, [])
-        found.append(int(number) if number else None)
+        escaped = re.sub(r"[\\{},]|(?<=\.)\.", r"\\\g<0>", parameters)
+        found.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, set()).add(escaped)
     return {
         file: {
-            function: {outcome: {first: runs(numbers) for first, numbers in sorted(of.items())} for outcome, of in sorted(outcomes.items())}
+            function: {outcome: folded(names) for outcome, names in sorted(outcomes.items())}
             for function, outcomes in sorted(functions.items())
         }
-        for file, functions in sorted(numbers.items())
+        for file, functions in sorted(found.items())
     }
 
 
-def runs(numbers: list[int | None]) -> str:
-    """Numbers as "1-3,7"; no number is an empty piece."""
+def flat(tests: Nested) -> dict[Test, str]:
+    return {
+        (file, function, re.sub(r"\\(.)", r"\1", parameters)): outcome
+        for file, functions in tests.items()
+        for function, outcomes in functions.items()
+        for outcome, names in outcomes.items()
+        for parameters in unfolded(names)
+    }
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names as one text with what they share written once, as a shell expands it: a1-x, a2-x, a3-x, b1 as {a{1..3}-x,b1}."""
+    tails: dict[str, set[str]] = {}
+    for name in names:
+        first = re.match(r"\d+|-|[^\d-]*", name)
+        tails.setdefault(first[0], set()).add(name[first.end() :])  # type: ignore[index,union-attr]
+    heads: dict[frozenset[str], list[str]] = {}
+    for head, rest in tails.items():
+        heads.setdefault(frozenset(rest), []).append(head)
+    ends = series(heads.pop(frozenset({""}), []))
+    return braced(sorted([*ends, *[braced(series(alike)) + folded(rest) for rest, alike in heads.items()]]))
+
+
+def braced(texts: list[str]) -> str:
+    return texts[0] if len(texts) == 1 and not re.fullmatch(r"\d+\.\.\d+", texts[0]) else "{" + ",".join(texts) + "}"
+
+
+def series(heads: list[str]) -> list[str]:
+    """Three numbers or more that follow each other as first..last."""
     pieces: list[tuple[int, int]] = []
-    for n in sorted(n for n in numbers if n is not None):
+    for n in sorted(int(head) for head in heads if re.fullmatch(r"0|[1-9]\d*", head)):
         if pieces and pieces[-1][1] == n - 1:
             pieces[-1] = pieces[-1][0], n
         else:
             pieces.append((n, n))
-    return ",".join([*[""] * (None in numbers), *[f"{a}-{b}" if b > a else str(a) for a, b in pieces]])
+    numbers = [[f"{a}..{b}"] if b > a + 1 else [str(n) for n in range(a, b + 1)] for a, b in pieces]
+    return [*sorted(head for head in heads if not re.fullmatch(r"0|[1-9]\d*", head)), *itertools.chain.from_iterable(numbers)]
 
 
-def flat(tests: Nested) -> dict[Test, str]:
-    def numbers(text: str) -> Iterator[str]:
-        for piece in text.split(","):
-            first, _, last = piece.partition("-")
-            yield from (str(n) for n in range(int(first), int(last) + 1)) if last else (piece,)
+def unfolded(text: str) -> list[str]:
+    """The names of a text that `folded` made."""
+    names, rest = _product(text)
+    assert not rest, f"{rest!r} is left of {text!r}"
+    return names
 
-    return {
-        (file, function, first + number): outcome
-        for file, functions in tests.items()
-        for function, outcomes in functions.items()
-        for outcome, parameters in outcomes.items()
-        for first, every in parameters.items()
-        for number in numbers(every)
-    }
+
+def _product(text: str) -> tuple[list[str], str]:
+    """The names of a text up to a comma or brace that is not its own, and what is left."""
+    names = [""]
+    while text and text[0] not in ",}":
+        if text[0] == "{":
+            pieces: list[str] = []
+            while text[0] != "}":
+                numbers = re.match(r"(\d+)\.\.(\d+)(?=[,}])", text[1:])
+                if numbers:
+                    some, text = [str(n) for n in range(int(numbers[1]), int(numbers[2]) + 1)], text[1 + numbers.end() :]
+                else:
+                    some, text = _product(text[1:])
+                pieces += some
+            text = text[1:]
+        else:
+            plain = re.match(r"(?:[^\\{},]|\\.)+", text)
+            pieces, text = [plain[0]], text[plain.end() :]  # type: ignore[index,union-attr]
+        names = [name + piece for name in names for piece in pieces]
+    return names, text
 
 
 def merged(old: dict[Test, str], new: dict[Test, str]) -> dict[Test, str]:

@@ -68,9 +68,29 @@ def test_outcomes_are_added_to_those_before(conftest: Any) -> None:
     after = {("f", "a", "x-1"): "skipped: needs 2 GPUs", ("f", "a", "y"): "passed", ("f", "b", ""): "passed", ("g", "c", ""): "passed"}
     assert set(conftest.merged(before, after).values()) == {"passed"}
     assert conftest.flat(conftest.nested(before)) == before
-    assert conftest.nested(before)["f"]["a"] == {"passed": {"x-": "1"}, "failed": {"y": ""}}
-    assert conftest.nested(before)["f"]["c"] == {"passed": {"": ",0-2,10", "-": "3", "00": "7", "a-": ",9-10,12"}}
+    assert conftest.nested(before)["f"]["a"] == {"passed": "x-1", "failed": "y"}
     assert conftest.named("tests/gpu/f.py::a[x[1]-y::z]") == ("f.py", "a", "x[1]-y::z")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([""], ""),
+        (["", "x"], "{,x}"),
+        (["a1-x", "a2-x", "a3-x", "b1"], "{a{1..3}-x,b1}"),
+        (["0", "1", "2", "10", "007", "a-"], "{0..2,007,10,a-}"),
+        (["0", "1", "2"], "{0..2}"),
+        (["bfloat16", "float16", "float32"], "{bfloat16,float{16,32}}"),
+        (["fwd_sm80-64-cupy", "fwd_sm80-64-torch", "fwd_sm90-64-cupy"], "fwd_sm{80-64-{cupy,torch},90-64-cupy}"),
+        (["{'a': 1, 'b': 2}", "x[1]-y::z", "\\\\", "1..3", "..", "0.5"], None),
+    ],
+)
+def test_names_are_folded_without_loss(conftest: Any, names: list[str], text: str | None) -> None:
+    outcomes = {("f", "a", name): "passed" for name in names}
+    assert conftest.flat(conftest.nested(outcomes)) == outcomes
+    if text is not None:
+        assert conftest.folded(names) == text
+        assert sorted(conftest.unfolded(text)) == sorted(names)
 
 
 def test_the_digest_does_not_read_what_is_told(conftest: Any) -> None:

@@ -30,23 +30,27 @@ def run(attention: Any = train_gpt.flash_attention, **options: Any) -> Run:
 
 
 def test_losses_go_as_with_torchs_own_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_gpt.main(["--json", "--device", "cpu", "--steps", str(STEPS), "--attention", "cupyflash", "flash", "math"]) == 0
+    assert train_gpt.main(["--json", "--device", "cpu", "--steps", str(STEPS), "--attention", "cupyflash", "flash", "math", "math"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["runs"].keys() == {"cupyflash", "flash", "math"}
+    assert found["runs"].keys() == {"cupyflash", "flash", "math", "math 2"}
     for losses in (found["runs"][name]["losses"] for name in found["runs"]):
         assert len(losses) == STEPS
         assert losses[-1] < losses[0] - 1
     between = found["largest difference"]
+    assert between["math - math 2"] == 0
     assert between["cupyflash - flash"] < 10 * between["flash - math"] + 1e-5
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    train_gpt.main(["--device", "cpu", "--steps", "2", "--attention", "cupyflash", "math"])
-    first, second, last = capsys.readouterr().out.splitlines()
+    train_gpt.main(["--device", "cpu", "--steps", "2", "--attention", "cupyflash", "math", "flash"])
+    first, second, _, *pairs, ours, torchs = capsys.readouterr().out.splitlines()
     assert first.startswith("cupyflash  loss 5.")
     assert second.startswith("math       loss 5.")
-    assert last.startswith("largest difference of the losses, cupyflash - math")
+    assert pairs[0].startswith("largest difference of the losses, cupyflash - math ")
+    assert len(pairs) == 3
+    assert float(ours.split()[-1]) == max(float(pair.split()[-1]) for pair in pairs[:2])
+    assert torchs == f"largest difference of two runs of torch's{'':<17}{pairs[2].split()[-1]}"
 
 
 def test_a_run_repeats_itself() -> None:
