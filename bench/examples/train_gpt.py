@@ -25,6 +25,7 @@ import importlib.util
 import json
 import os
 import pydoc_data.topics
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ Attention = Callable[[Any, Any, Any], Any]  # q (B, T, Hq, D), k and v (B, T, Hk
 
 HEAD_DIM = 64
 WARMUP = 40  # steps in which the learning rate rises, and which are not timed, if there are twice as many
+TURN = 20
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -141,31 +143,53 @@ def rows(config: Config, steps: int, seed: int) -> Iterator[tuple[Any, Any]]:
 @dataclass
 class Run:
     losses: list[float]
-    step_ms: float  # the mean of those after the first
+    step_ms: float  # the median of turns
 
 
-def train(config: Config, attention: Attention, *, steps: int, seed: int = 0, device: str = "cpu", compiled: bool = False) -> Run:
+def train(config: Config, attention: Attention, *, steps: int, **options: Any) -> Run:
+    """One training alone."""
+    return train_in_turns(config, {"": attention}, steps=steps, **options)[""]
+
+
+def train_in_turns(config: Config, attentions: dict[str, Attention], *, steps: int, **options: Any) -> dict[str, Run]:
+    """Trainings that take turns of some steps, so that a machine that is slow for seconds is slow for all of them."""
+    trainings = {name: training(config, attention, steps=steps, **options) for name, attention in attentions.items()}
+    turns: dict[str, list[tuple[list[float], float]]] = {name: [] for name in trainings}
+    for _ in range(0, steps, TURN):
+        for name, one in trainings.items():
+            turns[name].append(next(one))
+    untimed = WARMUP // TURN if steps >= 2 * WARMUP else 0
+    return {
+        name: Run([loss for losses, _ in taken for loss in losses], statistics.median(ms for _, ms in taken[untimed:]))
+        for name, taken in turns.items()
+    }
+
+
+def training(
+    config: Config, attention: Attention, *, steps: int, seed: int = 0, device: str = "cpu", compiled: bool = False
+) -> Iterator[tuple[list[float], float]]:
+    """The losses of a turn and the milliseconds of a step in it, turn by turn."""
     torch.manual_seed(seed)
     model: Any = GPT(config, attention).to(device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, start_factor=1 / WARMUP, total_iters=WARMUP)
     forward = torch.compile(model) if compiled else model
     data = [(tokens.to(device), targets.to(device)) for tokens, targets in rows(config, steps, seed)]
-    losses: list[Any] = []
-    untimed = WARMUP if steps >= 2 * WARMUP else 0
-    start = time.perf_counter()
-    for n, (tokens, targets) in enumerate(data):
-        if n == untimed:  # from here on the host waits for nothing
-            start = now(device)
-        with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
-            loss = forward(tokens, targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        schedule.step()
-        losses.append(loss.detach())
-    return Run(torch.stack(losses).tolist(), (now(device) - start) / (steps - untimed) * 1e3)
+    for first in range(0, steps, TURN):
+        turn = data[first : first + TURN]
+        losses: list[Any] = []
+        start = now(device)
+        for tokens, targets in turn:  # in which the host waits for nothing
+            with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
+                loss = forward(tokens, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            optimiser.zero_grad()
+            schedule.step()
+            losses.append(loss.detach())
+        ms = (now(device) - start) / len(turn) * 1e3
+        yield torch.stack(losses).tolist(), ms
 
 
 def now(device: str) -> float:
@@ -209,19 +233,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.png and not importlib.util.find_spec("matplotlib"):
         parser.error("--png needs matplotlib: pip install 'cupyflash[plot]'")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
-    config, runs = CONFIGS[asked.device], {}
+    config, named = CONFIGS[asked.device], {}
+    for n, kind in enumerate(asked.attention):
+        name = kind if kind not in named else f"{kind} {asked.attention[: n + 1].count(kind)}"
+        named[name] = flash_attention if kind == "cupyflash" else torchs_attention(BACKENDS[kind])
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     torch.use_deterministic_algorithms(asked.deterministic, warn_only=True)
     if asked.device == "cpu":
         torch.set_num_threads(1)  # idle threads of torch wait by spinning: on two busy cores a step of 23 ms took 1100 beside one of them
     try:
-        for n, kind in enumerate(asked.attention):
-            attention = flash_attention if kind == "cupyflash" else torchs_attention(BACKENDS[kind])
-            name = kind if kind not in runs else f"{kind} {asked.attention[: n + 1].count(kind)}"
-            runs[name] = train(config, attention, steps=asked.steps, seed=asked.seed, device=asked.device, compiled=asked.compile)
-            if not asked.json:
-                run = runs[name]
-                print(f"{name:<10} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}   {run.step_ms:8.2f} ms a step", flush=True)
+        runs = train_in_turns(config, named, steps=asked.steps, seed=asked.seed, device=asked.device, compiled=asked.compile)
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.set_num_threads(before[1])
@@ -233,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         every = {name: asdict(run) for name, run in runs.items()}
         print(json.dumps(facts | {"deterministic": asked.deterministic, "runs": every, "largest difference": differences}))
     else:
+        for name, run in runs.items():
+            print(f"{name:<10} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}   {run.step_ms:8.2f} ms a step")
         for pair, largest in differences.items():
             print(f"largest difference of the losses, {pair:<22} {largest:.2e}")
         of_ours = [pair for pair in differences if "cupyflash" in pair]

@@ -59,6 +59,15 @@ def test_a_run_repeats_itself() -> None:
     assert run(steps=5, seed=1).losses != first.losses
 
 
+def test_trainings_in_turns_are_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_gpt, "TURN", 3)
+    attentions = {"a": train_gpt.flash_attention, "b": train_gpt.torchs_attention(train_gpt.BACKENDS["math"])}
+    found = train_gpt.train_in_turns(CONFIGS["cpu"], attentions, steps=7)
+    assert found["a"].losses == run(steps=7).losses
+    assert found["b"].losses == run(attentions["b"], steps=7).losses
+    assert all(len(one.losses) == 7 and one.step_ms > 0 for one in found.values())
+
+
 def test_a_wrong_gradient_shows() -> None:
     def wrong(q: Any, k: Any, v: Any) -> Any:
         return cupyflash.torch.attention(q, k.detach(), v, causal=True)
