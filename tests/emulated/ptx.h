@@ -73,10 +73,6 @@ inline void red_add_4(float* global, const float (&x)[4]) {
 }
 inline void global_load_16(unsigned (&x)[4], const void* global) { std::memcpy(x, global, 16); }
 inline int count_up(int* global) { return (*global)++; }
-inline void count_on(int* global) { ++*global; }
-inline void wait_for_count(const int* global, int count) {
-  emulated::wait_until([=] { return *global >= count; }, "a count in memory");
-}
 inline float global_load_l2(const float* global) { return *global; }
 inline void global_load_l2_4(float (&x)[4], const float* global) { std::memcpy(x, global, 16); }
 inline void global_store_16(void* global, const unsigned (&x)[4]) { std::memcpy(global, x, 16); }
@@ -242,7 +238,6 @@ inline void bulk_wait_read() {
 }
 inline void bulk_wait() { bulk_wait_read(); }
 inline void fence_async_proxy() {}
-inline void fence_async_proxy_global() {}
 
 // Products of the thread, in groups.
 inline std::vector<std::function<void()>>& open_group() {
