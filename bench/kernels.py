@@ -105,8 +105,7 @@ def candidates(arch: str, dtypes: tuple[str, ...], head_dim: int | None = None) 
             beside = plan.companions(variant, row)
             runs = spec.capability >= row.capability and row.arch in (None, arch)
             if runs and _serves(row, head_dim) and max(one.smem_bytes for one in (variant, *beside)) <= spec.smem_bytes:
-                # What another kernel can do: in most calls this one does it, too.
-                adds = ("dq",) if beside else (plan.ROUNDS[row.family],) if row.family in plan.ROUNDS else ()
+                adds = ("dq",) if beside else ()  # what another kernel can do: in most calls this one does it, too
                 found[variant._replace(flags=tuple(sorted((*flags, *adds))))] = row.why
                 for one in beside:
                     if row.options or one.family != "bwd_sm80_dbias":

@@ -98,7 +98,7 @@ class Model:
     def __init__(self, problem: Problem, schedule: Plan, spec: DeviceSpec, lengths: Counter[tuple[int, int]]) -> None:
         self.p = p = problem if isinstance(problem, AttentionProblem) else forward_of(problem)
         self.problem, self.spec, self.lengths = problem, spec, lengths
-        self.workspaces, self.section = dict(schedule.workspaces), schedule.section
+        self.workspaces = dict(schedule.workspaces)
         self.wrt = problem.wrt if isinstance(problem, BackwardProblem) else ()
         window = p.window_left, p.window_right
         self.pairs = sum(count * visible_pairs(*sizes, *window, top_left=p.top_left) for sizes, count in lengths.items())
@@ -108,13 +108,12 @@ class Model:
         seen = sum(count * self._keys_seen(*sizes) for sizes, count in lengths.items())
         cache = problem if isinstance(problem, CacheProblem) else None
         size, kept = ITEMSIZE[p.dtype], _BYTES[cache.cache_dtype if cache else p.dtype]
-        own_v = 0 if cache and cache.values_in_keys else p.head_dim_v  # columns of V that K has not
         out = ITEMSIZE[p.out_dtype]
         lse = 8 if p.dtype == "float64" else 4
         self.sizes = {
             "q": self.rows * p.head_dim * size,
             "k": seen * p.num_heads_kv * p.head_dim * kept,
-            "v": seen * p.num_heads_kv * own_v * kept,
+            "v": seen * p.num_heads_kv * p.head_dim_v * kept,
             "out": self.rows * p.head_dim_v * out,
             "dout": self.rows * p.head_dim_v * out,
             "lse": self.rows * lse,
@@ -127,7 +126,7 @@ class Model:
             "page_table": 4 * p.batch * -(-p.seqlen_k // cache.page_size) if cache and cache.page_size else 0,
         }
         self.longest_q, self.longest_k = (max((sizes[side] for sizes in lengths), default=0) for side in (0, 1))
-        self.key_bytes = self._keys_seen(self.longest_q, self.longest_k) * (p.head_dim + own_v) * kept  # of a head of a sequence
+        self.key_bytes = self._keys_seen(self.longest_q, self.longest_k) * (p.head_dim + p.head_dim_v) * kept  # of a head of a sequence
         self.group = p.num_heads_q // max(p.num_heads_kv, 1)
 
     def _keys_seen(self, seqlen_q: int, seqlen_k: int) -> int:
@@ -172,7 +171,7 @@ class Model:
             return 1
         if c.cluster > 1:
             return c.cluster
-        unit = c.unit
+        unit = c.warps * c.block_n
         problem = self.problem
         units = -(-p.seqlen_k // unit)
         if isinstance(problem, CacheProblem) and problem.split_size:
@@ -191,13 +190,12 @@ class Model:
         family = step.variant.family
         if family == "host":
             moved = self._backward_at_once() if self.wrt else self._attends(step)
-        elif family in ("fwd_simple", "fwd_sm80", "fwd_sm90", "decode", "decode_cluster", "latent_sm90"):
+        elif family in ("fwd_simple", "fwd_sm80", "fwd_sm90", "decode", "decode_cluster"):
             moved = self._attends(step)
         else:
             of: dict[str, Callable[[Step], list[Traffic]]] = {
                 "packed_tiles": self._lists,
                 "decode_begin": lambda _: [self._work("arrived", written=1)],
-                "latent_merge": lambda _: [],  # it reads parts while they are in the L2, and the rows of O are counted before it
                 "cache_append": self._appends,
                 "fwd_keys_outside": self._keys_outside,
                 "bwd_delta": self._delta,
@@ -210,7 +208,7 @@ class Model:
     def _flops(self, step: Step) -> int:
         """What a kernel computes of visible pairs, scores again where it needs them."""
         family, p, wrt = step.variant.family, self.p, self.wrt
-        if family in ("packed_tiles", "decode_begin", "latent_merge", "cache_append", "bwd_delta", "bwd_convert", "bwd_sum"):
+        if family in ("packed_tiles", "decode_begin", "cache_append", "bwd_delta", "bwd_convert", "bwd_sum"):
             return 0
         if not wrt or family == "bwd_sm80_dbias":
             each = flops_of_pair(p.head_dim, p.head_dim_v)
@@ -268,10 +266,9 @@ class Model:
     def _parts(self, step: Step) -> list[Traffic]:
         """What blocks leave of a tile whose keys they share: at most two parts a block, or as many as blocks and tiles. They are read while
         they are in the L2."""
-        c = step.variant.config
-        if not isinstance(c, DecodeConfig) or c.cluster > 1 or "part_lse" not in self.workspaces:
+        c, room = step.variant.config, self.workspaces.get("arrived", 0) // 4
+        if not isinstance(c, DecodeConfig) or c.cluster > 1 or not room:
             return []
-        room = self.workspaces["part_lse"] // (4 * c.block_m)
         used = room if "splits" in step.variant.flags else min(room, math.prod(step.grid) + self.tiles(step))
         return [Traffic(name, 0, self.workspaces[name] * used // room) for name in ("part_out", "part_lse")]
 
@@ -293,7 +290,7 @@ class Model:
     def _delta(self, step: Step) -> list[Traffic]:
         assert isinstance(self.problem, BackwardProblem)
         dlse = [Traffic("dlse", self.sizes["lse"], 0)] if self.problem.dlse else []
-        made = ("row_lse", "row_delta", "row_reference", "row_sink", *(() if "alone" in step.variant.flags else ("dq_sum",)))
+        made = ("row_lse", "row_delta", "row_reference", "row_sink", "dq_sum")
         return [*self._read("out", "dout", "lse"), *dlse, *(self._work(name, written=1) for name in made)]
 
     def _gradients(self, step: Step) -> list[Traffic]:
@@ -311,13 +308,7 @@ class Model:
         moved = [*self._read("q", "dout", times=over_rows), *self._read("k", "v", times=over_keys), *self._read("bias", "mask")]
         moved += [self._work(name, read=over_rows) for name in vectors]
         moved += [self._work("row_tiles" if isinstance(c, BwdRowsConfig) else "key_tiles", read=1)]
-        if "alone" in step.variant.flags:  # the sums of four sections are at hand: written, added to and read
-            sections = max(-(-p.batch * p.num_heads_kv // self.section), 1)
-            far = self.workspaces["dq_sum"] * min(4, sections) // sections > usable_l2(self.spec)
-            moved += [self._work("dq_sum", read=2 * far, written=2 * far), self._write("dq")]
-        elif adds:
-            if "rounds" in step.variant.flags:  # of sums that are in the L2
-                moved.append(self._write("dq"))
+        if adds:
             moved.append(self._work("dq_sum", read=over_rows, written=over_rows))
         made = {"bwd_sm80_dq": ("q",), "bwd_sm80_dbias": ("bias",), "bwd_simple": ("q", "k", "v", "bias")}.get(family, ("k", "v"))
         moved += [self._write(f"d{name}") for name in made if name in self.wrt]

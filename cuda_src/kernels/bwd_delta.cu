@@ -7,8 +7,7 @@
 //            and 2.2 times as long as its bytes at D = 64 and 128 (H200, 2026-11-30). Rows that are not aligned are read by elements.
 // Edges      A row that sees no key, or past its used length, has LSE = +inf and delta = 0 from here on: P = exp(S - LSE) = 0. Nothing of
 //            its dO, O and dLSE is used, so a NaN there goes nowhere.
-// Tiles      What a tiled kernel asks for besides: the LSE in its units, and zeros where it counts tiles by atomics or, if it does not make
-//            them itself (kAlone), adds up dQ.
+// Tiles      What a tiled kernel asks for besides: the LSE in its units, and zeros where it adds up dQ or counts tiles by atomics.
 // Sink       Its gradient is -sum over rows of P_sink * delta: each row's part is left in row_sink for bwd_sum.
 #include "../primitives/work.cuh"
 
@@ -128,7 +127,7 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
     lse = static_cast<const Acc*>(f.lse)[b * p.lse_stride_batch + h * p.lse_stride_head + i * p.lse_stride_seq];
     if (p.dlse) dlse = static_cast<const Acc*>(p.dlse)[b * p.dlse_stride_batch + h * p.dlse_stride_head + i * p.dlse_stride_seq];
   }
-  if (!C::kAlone && p.dq_sum) zero_sums<C>(p, b, h, row);
+  if (p.dq_sum) zero_sums<C>(p, b, h, row);
   if (C::kPacked && row >= f.seqlen_q) return;  // there are more sums than rows
 
   // Packed: rows of all sequences, used or not.
@@ -153,11 +152,7 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
 // it uses what the first loads bring before it issues the last.
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 8) bwd_delta(const __grid_constant__ cupyflash::BackwardParams p) {
   constexpr int kRows = cupyflash::Lanes<Config>::kRows;
-  if (p.next_tile && blockIdx.x == 0) {  // and what is counted in each section (Jobs in bwd_sm90.cuh), or of each key head
-    const int heads = p.forward.batch * p.forward.num_heads_kv;
-    const int counts = Config::kAlone ? 1 + 2 * ((heads + p.forward.section - 1) / p.forward.section) : Config::kRounds ? heads : 1;
-    for (int n = threadIdx.x; n < counts; n += 32 * Config::kWarps) p.next_tile[n] = 0;
-  }
+  if (p.next_tile && blockIdx.x == 0 && threadIdx.x == 0) *p.next_tile = 0;
   const int length = Config::kPacked && p.dq_sum ? cupyflash::sum_rows<Config>(p.forward) : p.forward.seqlen_q;
   const cupyflash::HeadRows block(p.forward, kRows * Config::kWarps, length);
   const int row = block.row + threadIdx.x / 32 * kRows;

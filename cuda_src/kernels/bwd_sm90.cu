@@ -1,12 +1,11 @@
 // bwd_sm90.cu: dK, dV and the sums of dQ, by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after
-// fwd_sm90.cu and bwd_sm80.cu; bwd_delta.cu has run before it, of packed sequences bwd_convert.cu runs after it.
+// fwd_sm90.cu and bwd_sm80.cu; bwd_delta.cu has run before it, bwd_convert.cu runs after it.
 //
 // Algorithm  FlashAttention-3's backward (arXiv 2407.08608, appendix B): a block of keys stays, the blocks of rows pass by. S^T = K Q^T and
 //            dP^T = V dO^T have the keys as rows, so that P^T and dS^T are the left operands of dV and dK where they are, in registers.
 //            Only dS goes through shared memory, for dQ = dS K.
 // Work       A tile is kBlockN keys of one key head: all query heads that read it, one after another, so no sum over them is left. There is
-//            a block for each SM, which asks for tile after tile; and (kAlone) in between for sums that are to be zeros or to become dQ:
-//            two passes over 4 bytes an element of Q that two kernels made before and after, through memory, are made in the L2.
+//            a block for each SM, which asks for tile after tile.
 // Walk       Row blocks upwards from the first that sees a key, of each query head.
 // Threads    Warpgroup 0 copies: a thread finds and queues the tiles, a warp fetches LSE and delta, and two threads queue the sums of dQ.
 //            The other two have 64 keys each of S, dP, dK and dV; of dQ each has half: of the columns, or of the rows of a block of 128.
@@ -14,7 +13,7 @@
 //            the other. dQ needs dS of both, so it is that of the row block before, and of the last one when the walk is over: nobody waits
 //            for the other's dS. 1.06 to 1.14 times cuDNN at D = 128, S = 16k, 1.00 to 1.15 under a causal mask, 1.11 to 1.23 at D = 64.
 // Smem       K and V, twice for short walks; kStages tiles of Q and of dO with their vectors; dS twice or three times.
-// dQ         Leaves through shared memory, from where the accelerator adds it to dq_sum, in no fixed order.
+// dQ         Leaves through shared memory, from where the accelerator adds it to dq_sum, in no fixed order; bwd_convert makes dQ of it.
 // Edges      Rows past Sq are zeros with LSE = +inf: P = 0. Keys past their used length are masked.
 // Way out    As bwd_sm80: a key whose dK or dV is not finite is computed again by key_gradient.
 #include "../primitives/bwd_sm90.cuh"
@@ -49,18 +48,10 @@ struct Smem {
   alignas(8) unsigned long long keys_full[C::kKeyBuffers], keys_empty[C::kKeyBuffers];
   unsigned long long q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
   unsigned long long dq_full[2], dq_empty[2];
-  float* dq_to[2];           // where dq is added; null: there is no more, or
-  int* dq_count[2];          // a tile ends, of which this is told when all of it has been added
-  int tile[C::kKeyBuffers];  // whose keys these are; -1: there are no more; below, a chunk of rows, by Chunk
+  float* dq_to[2];           // where dq is added; null: there is no more
+  int tile[C::kKeyBuffers];  // whose keys these are; -1: there are no more
   ListedTile listed[C::kPacked ? C::kKeyBuffers : 1];
   RawBarriers<C::kStages, C::kPacked> tails;
-};
-
-// A job without keys in place of a tile's number.
-struct Chunk {
-  __device__ static int coded(const Job& job) { return -2 - 2 * job.number - (job.kind == Job::kRows); }
-  __device__ static int number(int code) { return (-2 - code) / 2; }
-  __device__ static bool is_rows(int code) { return code % 2 != 0; }
 };
 
 // The tile whose keys are in a buffer.
@@ -78,30 +69,7 @@ template <class C>
 __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
   const KeyTilesOf<C> tiles(p.forward);
   int n = 0;
-  if (C::kAlone && threadIdx.x == 0) {
-    Jobs<C> jobs;
-    int number = atomicAdd(p.next_tile, 1);  // a block that runs has it, so that what a job waits for is being done, whoever runs first
-    for (int t = 0;; ++t) {
-      const int buffer = t % C::kKeyBuffers;
-      Job job;
-      const bool more = jobs.find(p.forward, number, job);
-      mbarrier_wait(smem_address(&smem.keys_empty[buffer]), t / C::kKeyBuffers % 2 ^ 1);
-      smem.tile[buffer] = !more ? -1 : job.kind == Job::kTile ? job.number : Chunk::coded(job);
-      if (!more) return mbarrier_arrive(smem_address(&smem.keys_full[buffer]));
-      number = atomicAdd(p.next_tile, 1);  // on its way meanwhile
-      if (job.kind == Job::kTile) {
-        const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, job.number);
-        wait_for_count(Jobs<C>::zeroed(p, job.section), Jobs<C>::wide(p.forward, job.section) * Jobs<C>::chunks(p.forward));
-        load_keys<C>(maps, smem, w, buffer);
-        load_rows<C>(p.forward, maps, smem, w, n);
-      } else {
-        if (job.kind == Job::kRows) {
-          wait_for_count(Jobs<C>::added(p, job.section), 2 * Jobs<C>::wide(p.forward, job.section) * Jobs<C>::tiles(p.forward));
-        }
-        mbarrier_arrive(smem_address(&smem.keys_full[buffer]));
-      }
-    }
-  } else if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {
     int tile = blockIdx.x;
     for (int t = 0;; ++t) {
       const int buffer = t % C::kKeyBuffers;
@@ -121,12 +89,7 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
       const int buffer = t % C::kKeyBuffers;
       mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
       const int tile = smem.tile[buffer];
-      if (tile == -1) return;
-      if (C::kAlone && tile < 0) {
-        __syncwarp();
-        release(smem.keys_empty[buffer]);
-        continue;
-      }
+      if (tile < 0) return;
       const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
       __syncwarp();
       release(smem.keys_empty[buffer]);  // where no row sees the keys, nothing else says that this warp knows which they are
@@ -137,15 +100,7 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
     for (int n = 0;; ++n) {
       mbarrier_wait(smem_address(&smem.dq_full[g]), n % 2);
       float* const sums = smem.dq_to[g];
-      if (!sums) {
-        int* const count = C::kAlone ? smem.dq_count[g] : nullptr;
-        if (!count) return;
-        bulk_wait();
-        fence_async_proxy_global();
-        count_on(count);
-        mbarrier_arrive(smem_address(&smem.dq_empty[g]));
-        continue;
-      }
+      if (!sums) return;
       bulk_add(sums, smem_address(&smem.dq[g]), sizeof(smem.dq[g]));
       bulk_commit();
       bulk_wait_read();
@@ -170,46 +125,7 @@ __device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const fl
     smem.dq_to[g] = QuerySums<C>::tile(QuerySums<C>::of_head(p, w.s, w.b, h), first / 16, Tiles::kByRows ? 0 : 8 * g);
   }
   fence_async_proxy();
-  __syncwarp();  // one lane says that all have written
   release(smem.dq_full[g]);
-}
-
-// Scope: warpgroup. Tells the same thread that its sums of a tile are all there, and whom to tell when they are added; null: of no more.
-template <class C>
-__device__ inline void end_rows(Smem<C>& smem, int* count, int g, int& added) {
-  mbarrier_wait(smem_address(&smem.dq_empty[g]), added % 2 ^ 1);
-  ++added;
-  if (threadIdx.x % 128 == 0) {
-    smem.dq_to[g] = nullptr;
-    smem.dq_count[g] = count;
-  }
-  __syncwarp();  // and that all saw the phase before this one
-  release(smem.dq_full[g]);
-}
-
-// Scope: the warpgroups that multiply. A chunk of rows of a query head: its sums become zeros, or dQ is made of them.
-template <class C>
-__device__ inline void do_chunk(const BackwardParams& p, int code) {
-  const ForwardParams& f = p.forward;
-  const int of_head = (f.seqlen_q + Jobs<C>::kChunk - 1) / Jobs<C>::kChunk, number = Chunk::number(code);
-  const int head = number / of_head, first = (number - head * of_head) * Jobs<C>::kChunk;
-  const int thread = static_cast<int>(opaque(threadIdx.x)) - 128;  // not to be kept through the tiles
-  if (Chunk::is_rows(code)) {
-    const int b = head / f.num_heads_q, h = head - b * f.num_heads_q;
-    const SequenceOf<C> s = sequence_of<C>(f, b);
-#pragma unroll 1
-    for (int row = first + uniform(thread / 32) * 16; row < min(first + Jobs<C>::kChunk, f.seqlen_q); row += 8 * 16) {
-      write_sums<C>(p, s, b, h, row);  // were the row not uniform, nothing in the tiles' loop would be
-    }
-    return;
-  }
-  const int rows = sum_rows<C>(f), count = min(Jobs<C>::kChunk, rows - first) * C::kHeadDim;
-  float* const sums = p.dq_sum + (static_cast<long long>(head) * rows + first) * C::kHeadDim;
-#pragma unroll 8
-  for (int n = 4 * thread; n < count; n += 4 * 256) *reinterpret_cast<float4*>(sums + n) = float4{0, 0, 0, 0};
-  fence_async_proxy_global();
-  named_barrier_sync(6, 256);
-  if (thread == 0) count_on(Jobs<C>::zeroed(p, number / (f.section * Jobs<C>::chunks(f))));
 }
 
 // Scope: the warpgroups that multiply. One tile, whose keys are in buffer `keys`; n counts row blocks since the kernel began.
@@ -306,7 +222,6 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     end_turn();
     add_rows<C>(p, smem, rdQ[0], w, head_before, row_before, g, added);
   }
-  if constexpr (C::kAlone) end_rows<C>(smem, Jobs<C>::added(p, (w.b * f.num_heads_kv + w.h_kv) / f.section), g, added);
   release(smem.keys_empty[keys]);
 
   const int count = keys_of<C>(f, w.s) - key;
@@ -336,12 +251,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     const int buffer = uniform(t % C::kKeyBuffers);
     mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
     const int tile = uniform(smem.tile[buffer]);
-    if (tile == -1) break;
-    if (C::kAlone && tile < 0) {
-      release(smem.keys_empty[buffer]);
-      do_chunk<C>(p, tile);
-      continue;
-    }
+    if (tile < 0) break;
     KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
     w.b = uniform(w.b);
     w.h_kv = uniform(w.h_kv);
@@ -363,7 +273,9 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     n = multiply<C>(p, smem, w, buffer, uniform(n), added);
   }
   if (g == 0) named_barrier_sync(1, 256);  // nobody is to be waited for when the block ends
-  end_rows<C>(smem, nullptr, g, added);
+  mbarrier_wait(smem_address(&smem.dq_empty[g]), added % 2 ^ 1);
+  if (threadIdx.x % 128 == 0) smem.dq_to[g] = nullptr;
+  release(smem.dq_full[g]);
 }
 
 }  // namespace cupyflash

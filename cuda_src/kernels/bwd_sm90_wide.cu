@@ -11,9 +11,7 @@
 //            second has read it, which then arrives at kScoresReady; a dS when both have waited for the products that read it, which the
 //            first has when it arrives at kWeightsReady two row blocks later.
 // Smem       sK, sV; kStages tiles of Q and of dO with their vectors; P, dS twice.
-// dQ         Is added to dq_sum by red.v4, in no fixed order. Of short heads (kRounds) the block that ends last makes dQ of the sums, which
-//            are in the L2; bwd_convert does so of others.
-// Edges and way out are those of bwd_sm90.
+// dQ, edges and way out are those of bwd_sm90.
 #include "../primitives/bwd_sm90.cuh"
 
 namespace cupyflash {
@@ -38,7 +36,7 @@ struct Smem {
   RawBarriers<C::kStages, C::kPacked> tails;
 };
 
-enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored, kKeysZeroed, kAllAdded, kCounted };  // named barriers
+enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored, kKeysZeroed };  // named barriers
 
 // The warp's first key; not to be kept through the loop before.
 template <class C>
@@ -233,22 +231,6 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
   }
 }
 
-// Scope: the warpgroups that multiply, at their end.
-template <class C>
-__device__ inline void round_sums(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w) {
-  const ForwardParams& f = p.forward;
-  auto& before = *reinterpret_cast<int*>(smem.reference);  // how many blocks of the head had ended
-  named_barrier_sync(kAllAdded, 256);
-  if (threadIdx.x == 128) before = count_up(p.next_tile + w.b * f.num_heads_kv + w.h_kv);
-  named_barrier_sync(kCounted, 256);
-  if (before + 1 < KeyTilesOf<C>(f).key_blocks) return;
-  const int group = f.num_heads_q / f.num_heads_kv, first = uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16;
-  for (int h = w.h_kv * group; h < (w.h_kv + 1) * group; ++h) {
-#pragma unroll 1
-    for (int row = first; row < f.seqlen_q; row += 8 * 16) write_sums<C>(p, w.s, w.b, h, row);
-  }
-}
-
 template <class C>
 __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   static_assert(C::kBlockM == 64 && C::kBlockN == 64 && C::kHeadDim > 64);
@@ -264,7 +246,6 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     const int j = first_key(w) + __ffs(again) - 1;
     if (j < keys_of<C>(p.forward, w.s) && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
   }
-  if constexpr (C::kRounds) round_sums<C>(p, smem, w);
 }
 
 }  // namespace cupyflash

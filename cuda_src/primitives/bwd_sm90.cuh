@@ -64,61 +64,12 @@ struct ListedKeyTiles {
   __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)) {}
   __device__ long long count() const { return list->count; }
   static __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& tile) {
-    return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f));
+    return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.block, tile.sequence(f));
   }
   __device__ KeyWork<C> work(const ForwardParams& f, int tile) const { return work(f, list->tiles[tile]); }
 };
 template <class C>
 using KeyTilesOf = typename Choice<C::kPacked, ListedKeyTiles<C>, KeyTiles<C>>::Type;
-
-// What blocks do one after another where the kernel is alone with its sums of dQ (kAlone): for each section of key heads, zeros for the
-// sums of its query heads, the tiles, dQ from the sums. A stage has the zeros of a section, the tiles of the one before it and dQ of the
-// one two before that, so that what a job waits for has been given out long before, and is done: a block asks for its next job when it
-// begins one, so the last tiles of a section may have just begun when all of the next one have been given out. How many jobs are done is
-// counted in memory. The sums of four sections are all that is at hand, and can stay in the L2.
-struct Job {
-  enum Kind { kZeros, kTile, kRows };
-  Kind kind;
-  int section, number;  // the tile's, or that of a chunk of rows: chunk by chunk, query head by query head
-};
-template <class C>
-struct Jobs {
-  static constexpr int kChunk = 512;  // rows
-  int stage = 0, begin = 0;           // and the number of its first job
-
-  // Of a key head: tiles, and chunks of its query heads' rows.
-  __device__ static int tiles(const ForwardParams& f) { return (f.seqlen_k + C::kBlockN - 1) / C::kBlockN; }
-  __device__ static int chunks(const ForwardParams& f) { return f.num_heads_q / f.num_heads_kv * ((f.seqlen_q + kChunk - 1) / kChunk); }
-  // How many key heads a section has; there may be no such section.
-  __device__ static int wide(const ForwardParams& f, int n) {
-    return n < 0 ? 0 : clamp(f.batch * f.num_heads_kv - n * f.section, 0, f.section);
-  }
-
-  // The job of this number, which is no smaller than any asked for before; false: there is none.
-  __device__ bool find(const ForwardParams& f, int number, Job& job) {
-    for (;; ++stage) {
-      const int zeros = wide(f, stage) * chunks(f), before = zeros + wide(f, stage - 1) * tiles(f);
-      const int count = before + wide(f, stage - 3) * chunks(f), inside = number - begin;
-      if (inside < zeros) {
-        job = {Job::kZeros, stage, stage * f.section * chunks(f) + inside};
-        return true;
-      }
-      if (inside < before) {
-        job = {Job::kTile, stage - 1, (stage - 1) * f.section * tiles(f) + inside - zeros};
-        return true;
-      }
-      if (inside < count) {
-        job = {Job::kRows, stage - 3, (stage - 3) * f.section * chunks(f) + inside - before};
-        return true;
-      }
-      if (stage >= 3 && count == 0) return false;
-      begin += count;
-    }
-  }
-  // How many chunks of a section are zeros, and how many tiles of it each warpgroup has added: of p.next_tile, behind the number of jobs.
-  __device__ static int* zeroed(const BackwardParams& p, int section) { return p.next_tile + 1 + 2 * section; }
-  __device__ static int* added(const BackwardParams& p, int section) { return p.next_tile + 2 + 2 * section; }
-};
 
 // What copies need where a tile may hold rows of the next sequence: zeros take their place, since 0 x NaN is NaN. Rows of Q and dO that
 // arrive so are announced to `raw`, and by the warp of the vectors, when it has written the zeros, to those who wait for them.

@@ -235,36 +235,11 @@ struct QuerySums {
     }
   }
   __device__ static void read(const float* g, float (&r)[4]) {
-    if constexpr (kByFour) {
-      global_load_l2_4(r, g);
-    } else {
+    Elements<float, 4> four;
+    if constexpr (kByFour) four = *reinterpret_cast<const Elements<float, 4>*>(g);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) r[e] = g[32 * e];
-    }
+    for (int e = 0; e < 4; ++e) r[e] = kByFour ? four.x[e] : g[32 * e];
   }
 };
-
-// Scope: warp. dQ of 16 rows from their sums, as the warps that added to them held them; rows whose sum is not finite are computed again.
-template <class C>
-__device__ inline void write_sums(const BackwardParams& p, const SequenceOf<C>& s, int b, int h, int row) {
-  const ForwardParams& f = p.forward;
-  using Sums = QuerySums<C>;
-  const int lane = opaque(threadIdx.x) % 32;  // not to be kept through a loop before
-  float* const gHead = Sums::of_head(p, s, b, h) + lane * (Sums::kByFour ? 4 : 1);
-  float rdQ[1][C::kHeadDim / 8][4];
-#pragma unroll
-  for (int n = 0; n < C::kHeadDim / 8; ++n) Sums::read(Sums::tile(gHead, row / 16, n), rdQ[0][n]);
-
-  auto* g =
-      static_cast<typename C::Element*>(p.dq) + b * p.dq_stride_batch + h * p.dq_stride_head + (rows_before<C>(s) + row) * p.dq_stride_seq;
-  const float scale = static_cast<float>(f.softmax_scale);
-  const int count = rows_of<C>(f, s) - row;
-  if constexpr (C::kUnaligned) {
-    store_gradient<true, C::kHeadDim, 1, 1>(g, p.dq_stride_seq, count, f.head_dim, rdQ, scale, 0);
-  } else {
-    store_chunks<C::kHeadDim>(g, p.dq_stride_seq, count, f.head_dim, rdQ[0], scale);
-  }
-  repair_rows<C, 1>(p, s, b, h, row, rdQ);
-}
 
 }  // namespace cupyflash

@@ -117,9 +117,7 @@ struct BackwardParams {
   // Those of the tiled kernels, null without them.
   float* row_reference;  // LSE in log2 units; NaN where rounding it would move a weight too far (gradient.cuh)
   float* dq_sum;         // sums of dQ before the scale (QuerySums in gradient.cuh); null where no kernel adds to them
-  // bwd_sm90.cu: how many tiles have been given out beyond a block's first; where it is alone with the sums, how many jobs, and what Jobs
-  // in bwd_sm90.cuh counts. bwd_sm90_wide.cu: how many blocks of each key head have ended. Null where nobody counts.
-  int* next_tile;
+  int* next_tile;        // how many tiles have been given out beyond a block's first; null where blocks do not ask
 
   long long dout_stride_batch, dout_stride_seq, dout_stride_head, dout_stride_dim;
   long long lse_stride_batch, lse_stride_head, lse_stride_seq;

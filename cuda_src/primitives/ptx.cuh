@@ -154,17 +154,6 @@ __device__ inline int count_up(int* global) {
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(global) : "memory");
   return before;
 }
-// Scope: thread. Adds 1 where others wait for a count. What the block's threads have written before it is there for those who meet it; also
-// what they add or read by the accelerator, if each thread has called fence_async_proxy_global.
-__device__ inline void count_on(int* global) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(global) : "memory"); }
-__device__ inline void wait_for_count(const int* global, int count) {
-  int there;
-  while (true) {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(global) : "memory");
-    if (there >= count) return;
-    __nanosleep(100);
-  }
-}
 // Scope: thread. Writes 16 bytes to global memory, at a multiple of 16: four words assigned in a struct the compiler may write one by one.
 __device__ inline void global_store_16(void* global, const unsigned (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
@@ -257,7 +246,6 @@ __device__ inline void cluster_load_4(float (&x)[4], unsigned smem, int block) {
 }
 
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Scope: warpgroup. Before a batch of products whose registers other instructions have touched; closing a batch; waiting for all but the
 // youngest kPending batches, after which their registers may be touched.

@@ -73,10 +73,6 @@ inline void red_add_4(float* global, const float (&x)[4]) {
 }
 inline void global_load_16(unsigned (&x)[4], const void* global) { std::memcpy(x, global, 16); }
 inline int count_up(int* global) { return (*global)++; }
-inline void count_on(int* global) { ++*global; }
-inline void wait_for_count(const int* global, int count) {
-  emulated::wait_until([=] { return *global >= count; }, "a count in memory");
-}
 inline float global_load_l2(const float* global) { return *global; }
 inline void global_load_l2_4(float (&x)[4], const float* global) { std::memcpy(x, global, 16); }
 inline void global_store_16(void* global, const unsigned (&x)[4]) { std::memcpy(global, x, 16); }
@@ -177,19 +173,9 @@ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
 inline void named_barrier_sync(int barrier, int threads) { emulated::named[barrier].sync(threads, "a named barrier"); }
 inline void named_barrier_arrive(int barrier, int threads) { emulated::named[barrier].arrive(threads); }
 template <int kCount>
-void registers_give() {
-  const int more = emulated::current->registers - kCount;
-  if (more < 0) throw emulated::Failure{"registers given that the warp does not have"};
-  emulated::registers_free += more;
-  emulated::current->registers = kCount;
-}
+void registers_take() {}
 template <int kCount>
-void registers_take() {
-  const int more = kCount - emulated::current->registers;
-  emulated::wait_until([&] { return emulated::registers_free >= more; }, "registers");
-  emulated::registers_free -= more;
-  emulated::current->registers = kCount;
-}
+void registers_give() {}
 
 // 128-byte swizzle: bits 4 to 6 of an address change with bits 7 to 9.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
@@ -252,7 +238,6 @@ inline void bulk_wait_read() {
 }
 inline void bulk_wait() { bulk_wait_read(); }
 inline void fence_async_proxy() {}
-inline void fence_async_proxy_global() {}
 
 // Products of the thread, in groups.
 inline std::vector<std::function<void()>>& open_group() {

@@ -310,6 +310,6 @@ def _spin() -> Any:
     return cupy.RawKernel(_SPIN, "spin")
 
 
-def spin(handle: int, milliseconds: int, blocks: int = 1) -> None:
-    """Keep the stream with this handle busy for so long; several blocks also keep as many SMs from kernels that need most of one."""
-    _spin()((blocks,), (1 if blocks == 1 else 1024,), (np.int64(milliseconds * 1_000_000),), stream=types.SimpleNamespace(ptr=handle))
+def spin(handle: int, milliseconds: int) -> None:
+    """Keep the stream with this handle busy for so long."""
+    _spin()((1,), (1,), (np.int64(milliseconds * 1_000_000),), stream=types.SimpleNamespace(ptr=handle))

@@ -20,20 +20,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 import test_pairs_backward  # noqa: E402
-from on_gpu import (  # noqa: E402
-    Move,
-    compile_ahead,
-    few_sms,
-    fits,
-    grids,
-    host_attention,
-    host_backward,
-    nan_memory,
-    needs,
-    only,
-    row_name,
-    spin,
-)
+from on_gpu import Move, compile_ahead, few_sms, fits, grids, host_attention, host_backward, nan_memory, needs, only, row_name  # noqa: E402
 from test_backward_gpu import REFERENCE, STANDARD  # noqa: E402
 from test_pairs_backward import ALL, MORE, PAIRS  # noqa: E402
 
@@ -248,25 +235,6 @@ def test_blocks_that_take_tile_after_tile(row: Row, dtype: str, num_sms: int, rn
             if options == {"causal": "top_left"}:
                 assert all((grad[:, sq:].astype(np.float32) == 0).all() for grad in (grads.dk, grads.dv))
     assert grids(planned, "bwd_sm90") == {num_sms}
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=row_name(row)) for row in variants.BACKWARD if row.family.startswith("bwd_sm90")])
-def test_blocks_wait_for_one_another_on_a_busy_gpu(row: Row, rng: np.random.Generator) -> None:
-    """What blocks do with the sums of dq waits for what other blocks do: also where half of the SMs are not to be had for a while. Of many
-    heads, so that there are many sections, against zeros and rounding by kernels of their own."""
-    needs(row)
-    q, k, v, dout = MOVE(*[rng.standard_normal((3, 1000, heads, row.head_dim)).astype(np.float16) for heads in (32, 16, 16, 32)])
-    out, lse, _ = host_attention(q, k, v, causal=True, return_lse=True)
-    arrays = dout, q, k, v, out, lse
-    with only(row, table="BACKWARD"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_rounds_sums", lambda *_: None)
-        apart = [MOVE.back(grad).astype(np.float32) for grad in host_backward(*arrays, causal=True)[:3]]
-    other = cupy.cuda.Stream(non_blocking=True)
-    with only(row, table="BACKWARD"), nan_memory():
-        for _ in range(20):
-            spin(other.ptr, 2, blocks=device.query(0).num_sms // 2)
-            for x, y in zip(host_backward(*arrays, causal=True)[:3], apart, strict=True):
-                np.testing.assert_allclose(MOVE.back(x).astype(np.float32), y, rtol=0, atol=0.01 * np.abs(y).max())
 
 
 @pytest.mark.parametrize(("row", "dtype"), [case for case in EACH_ROW if True in ways(case.values[0])])

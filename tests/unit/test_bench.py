@@ -1206,7 +1206,7 @@ BOTH_WIDTHS = ("--seqlen", "32", "--dim", "128,256", "--heads", "2")
 @pytest.mark.parametrize(
     ("how", "names"),
     [
-        ((), (["bwd_sm90__bf16_d128__m64n128s2__alone_causal"], ["bwd_sm90_wide__bf16_d256__m64n64s2__causal_rounds"])),
+        ((), (["bwd_sm90__bf16_d128__m64n128s2__causal"], ["bwd_sm90_wide__bf16_d256__m64n64s2__causal"])),
         (
             ("--deterministic",),
             tuple([f"{family}__bf16_d{dim}__{{}}__causal" for family in ("bwd_sm80", "bwd_sm80_dq")] for dim in (128, 256)),

@@ -144,12 +144,13 @@ def test_bytes_of_keys_outside():
 def test_bytes_of_the_backward():
     B, S, Hq, Hkv, D = 2, 2048, 8, 2, 128
     found = cupyflash.explain(**BF16, head_dim=D, batch=B, seqlen_q=S, num_heads_q=Hq, num_heads_kv=Hkv, causal=True, wrt=("q", "k", "v"))
-    row, rows, keys = B * S * Hq * 4, B * S * Hq * D * 2, B * S * Hkv * D * 2
-    assert [one.kernel.partition("__")[0] for one in found.tiled] == ["bwd_delta", "bwd_sm90"]
+    row, rows, keys, sums = B * S * Hq * 4, B * S * Hq * D * 2, B * S * Hkv * D * 2, B * S * Hq * D * 4
+    assert [one.kernel.partition("__")[0] for one in found.tiled] == ["bwd_delta", "bwd_sm90", "bwd_convert"]
     assert moved(found, "bwd_delta") == {
         "out": (rows, 0),
         "dout": (rows, 0),
         "lse": (row, 0),
+        "dq_sum": (0, sums),
         **dict.fromkeys(("row_lse", "row_delta", "row_reference"), (0, row)),
     }
     main = moved(found, "bwd_sm90")
@@ -161,11 +162,9 @@ def test_bytes_of_the_backward():
         "v": (keys, 0),
         "dk": (0, keys),
         "dv": (0, keys),
-        "dq": (0, rows),
+        "dq_sum": (sums, sums),
     }
-    wide = cupyflash.explain(**BF16, head_dim=256, batch=B, seqlen_q=S, num_heads_q=Hq, num_heads_kv=Hkv, wrt=("q", "k", "v"))
-    sums = B * S * Hq * 256 * 4
-    assert [moved(wide, f"bwd_{name}")["dq_sum"] for name in ("delta", "sm90_wide", "convert")] == [(0, sums), (sums, sums), (sums, 0)]
+    assert moved(found, "bwd_convert") == {"dq_sum": (sums, 0), "dq": (0, rows)}
     # Standard: P twice, dP written and read, dS written and read twice; dout twice, the others once.
     assert found.score_bytes == 7 * B * Hq * S * S * 2
     assert found.standard_bytes == found.score_bytes + 4 * rows + 4 * keys
