@@ -43,7 +43,7 @@ Attention = Callable[[Any, Any, Any], Any]  # q (B, T, Hq, D), k and v (B, T, Hk
 
 HEAD_DIM = 64
 WARMUP = 40  # steps in which the learning rate rises, and which are not timed, if there are twice as many
-TURN = 20
+TURN = 20  # steps that one training takes before the next has its turn
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
