@@ -407,7 +407,7 @@ def problem(case: Case) -> dict[str, Any]:
 
 
 # What is launched before and after the kernels of a packed forward, of a backward's gradients and of a decode.
-_AROUND = ("packed_tiles", "bwd_delta", "bwd_convert", "bwd_sum", "decode_begin")
+_AROUND = ("packed_tiles", "bwd_delta", "bwd_convert", "bwd_sum", "decode_begin", "latent_merge")
 
 
 def _kernels(case: Case) -> list[str]:

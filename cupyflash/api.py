@@ -339,8 +339,8 @@ def attention_with_kvcache(
     q : (B, Sq, Hq, D), or packed (Tq, Hq, D) with cu_seqlens_q. Libraries, dtypes and strides as in `attention`.
     k_cache, v_cache : (B, Sc, Hkv, D) and (B, Sc, Hkv, Dv), or with page_table (num_pages, page_size, Hkv, D) and (num_pages, page_size,
         Hkv, Dv), page_size at least 1; with kv_layout="hnd" the two middle axes change places. Of q's dtype, or float8_e4m3fn or int8.
-        Views into one array are fine. D is 1 to 576 and Dv 1 to 512: ``v_cache = k_cache[..., :512]`` serves DeepSeek's latent attention,
-        with new tokens written by the caller, since what is appended must not overlap.
+        Views into one array are fine. D is 1 to 576 and Dv 1 to 512: ``v_cache = k_cache[..., :512]`` serves DeepSeek's latent attention
+        (arXiv 2405.04434), with new tokens written by the caller, since what is appended must not overlap.
     cache_seqlens : (B,), int32: how many slots of each sequence are in use **before** this call; new tokens take those behind them, and
         sequence b then has ``cache_seqlens[b] + Sn`` keys. (So it is in FlashAttention-2 and -3, too. vLLM and SGLang count the new ones:
         pass theirs if the cache holds the new tokens already, and no k_new.) The array is not changed.

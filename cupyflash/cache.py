@@ -167,6 +167,8 @@ def attention(given: Mapping[str, Any], *, stream: Any, decode_plan: Any = None,
         elif array is not None or name in required:
             read[name] = arrays.read(array, name, stream)
     kinds = tuple([kind for _, kind, _ in read.values()])
+    k, v = ("k_cache", "v_cache") if "k_cache" in given else ("k", "v")
+    options["same_start"] = read[k][0] == read[v][0]
     call = arrays.prepared(_prepare, kinds, (*read,), (*options,), *options.values())
     if decode_plan is not None:
         _check_plan(decode_plan, call.problem, call.views["q"])

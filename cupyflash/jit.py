@@ -74,6 +74,7 @@ _FLAGS = {
     "bias": "kBias",
     "causal": "kCausal",
     "dq": "kSumQ",
+    "fromlast": "kFromLast",
     "local": "kLocal",
     "lse": "kWriteLse",
     "mask": "kMask",
@@ -118,7 +119,7 @@ def _config(variant: Variant, arch: str) -> str:
     if isinstance(config, BwdConfig | BwdRowsConfig | DecodeConfig):
         numbers["kBlocks"] = config.blocks
     if isinstance(config, DecodeConfig):
-        numbers["kCluster"] = config.cluster
+        numbers |= {"kCluster": config.cluster, "kKeyWarps": config.unit // config.block_n}
     numbers["kWarps"] = config.warps
     if isinstance(config, BwdSm90Config):
         numbers["kKeyBuffers"] = config.key_buffers
@@ -127,16 +128,18 @@ def _config(variant: Variant, arch: str) -> str:
     lines = [f"  using {name} = {_TYPES[dtype]};" for name, dtype in types.items()]
     lines += [f"  static constexpr int {name} = {value:d};" for name, value in numbers.items()]
     lines += [f"  static constexpr bool {name} = {'true' if flag in flags else 'false'};" for flag, name in _FLAGS.items()]
-    products = _wgmma(variant) if isinstance(config, Sm90Config | BwdSm90Config) else ()
+    products = _wgmma(variant)
     return "\n".join((*products, f"struct Config {{  // {variant.name}", *lines, "};"))
 
 
 def _wgmma(variant: Variant) -> tuple[str, ...]:
     """The products of a variant as functions of one instruction each. wgmma names all of its registers, half as many as it is wide, so its
     text is made here for the widths in use. Both operands in shared memory: wgmma_ss, the right one with its rows along the reduction:
-    wgmma_ss_t; the left one in registers, the right one so: wgmma_rs."""
+    wgmma_ss_t; the left one in registers, the right one so: wgmma_rs. Nothing for what does not use it."""
     config = variant.config
-    assert isinstance(config, Sm90Config | BwdSm90Config)
+    latent = isinstance(config, DecodeConfig) and config.latent
+    if not (latent or isinstance(config, Sm90Config | BwdSm90Config)):
+        return ()
     element = _TYPES[variant.dtype]
     kind = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype]
 
@@ -160,8 +163,12 @@ def _wgmma(variant: Variant) -> tuple[str, ...]:
     def in_registers(n: int) -> str:
         return function("wgmma_rs", n, "const unsigned (&a)[4]", 4, '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', "1, 1, 1")
 
+    if isinstance(config, DecodeConfig):
+        half = variant.head_dim_v // 2
+        return in_memory("wgmma_ss", config.block_n, 0), in_memory("wgmma_ss_t", half, 1), in_registers(half)
     if isinstance(config, Sm90Config):
         return in_memory("wgmma_ss", config.block_n, 0), in_registers(variant.head_dim_v)
+    assert isinstance(config, BwdSm90Config)
     width_q = variant.head_dim if config.block_m == 128 else 64  # of dQ at once
     widths = sorted({variant.head_dim, variant.head_dim_v})
     return in_memory("wgmma_ss", config.block_m, 0), in_memory("wgmma_ss_t", width_q, 1), *(in_registers(n) for n in widths)

@@ -18,6 +18,7 @@ from cupyflash.variants import (
     CACHED,
     DECODE,
     FORWARD,
+    LATENT,
     MAX_HEAD_DIM,
     PLAIN,
     BwdConfig,
@@ -108,7 +109,10 @@ def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...], p
     workspaces = tuple(_list_bytes(p, lists).items())
     passing = p if pages is None else p._replace(seqlen_k=p.seqlen_k * p.batch)
     section = _section_of_tokens(passing, p.head_dim + p.head_dim_v)
-    return Plan((_listing(p, lists, args, pages is not None), step), workspaces, section, lists)
+    more = ("paged",) * (pages is not None)
+    if isinstance(variant.config, Sm90Config) and {"causal", "local"}.intersection(variant.flags):
+        more += ("fromlast",)
+    return Plan((_listing(p, lists, args, more), step), workspaces, section, lists)
 
 
 def _rows_between(p: AttentionProblem, variant: Variant) -> tuple[tuple[str, int], ...]:
@@ -140,13 +144,15 @@ def decode(
     num_splits: int | None = None,
     flags: tuple[str, ...] = (),
     page_size: int | None = None,
+    table: tuple[Row, ...] | None = None,
 ) -> Plan:
-    """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys."""
+    """The plan of few query rows over many keys: the heads that read a key head are rows of one tile, and blocks share the keys. The table
+    is DECODE, or LATENT."""
     group_rows = p.num_heads_q // max(p.num_heads_kv, 1) * p.seqlen_q
     tiles = p.num_heads_kv * _ceil_div(group_rows, 16) if p.batch == 1 and not (p.packed or split_size or num_splits) else 0
     if split_size or num_splits:
         flags = (*flags, "splits")
-    variant, row = _choose(p, device, _decode_rows(tiles, device, flags), flags)
+    variant, row = _choose(p, device, table or _decode_rows(tiles, device, flags), flags)
     c = variant.config
     assert isinstance(c, DecodeConfig)
     if page_size and page_size % c.block_n == 0:  # the keys that a warp takes at a time lie in one
@@ -154,26 +160,45 @@ def decode(
     args = tuple(name for name, used in _buffers(p).items() if used)
     if c.cluster > 1:
         return Plan((Step(variant, (tiles * c.cluster, 1, 1), variant.threads, variant.smem_bytes, args, row.why),))
-    unit, batches = c.warps * c.block_n, 1 if p.packed else p.batch
+    unit, batches = c.unit, 1 if p.packed else p.batch
     tiles = batches * p.num_heads_kv * (_ceil_div(group_rows, c.block_m) + (min(p.batch + 1, p.seqlen_q) if p.packed else 0))
     # Two blocks an SM hide from one another where they begin and end something; with little to begin, one has less to merge, but cannot
     # widen bytes as fast as they come.
     units = _ceil_div(p.seqlen_k, unit)
     share = (variant.quantised and tiles * units > 16 * device.num_sms) or tiles > 2 * device.num_sms
-    blocks = device.num_sms * (min(c.blocks, 2) if share else 1)
+    blocks = _even(device.num_sms * (min(c.blocks, 2) if share else 1), tiles)
     # A team of blocks reads heads that lie side by side: as many as divide the heads and leave at most 4 % of the blocks.
     team = max(n for n in range(1, 33) if max(p.num_heads_kv, 1) % n == 0 and 25 * (blocks % n) <= blocks)
     blocks -= blocks % team
     split_units = _ceil_div(split_size, unit) if split_size else 0
     most = min(num_splits, units) if num_splits else _ceil_div(units, split_units) if split_units else 0
     parts = tiles * most if most else 2 * blocks
+    step = Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why)
+    workspaces = (("part_out", parts * c.block_m * variant.head_dim_v * 4), ("part_lse", parts * c.block_m * 4))
+    splits = split_units or -(num_splits or 0), parts
+    if c.latent:
+        merge = variant._replace(family="latent_merge", config=c._replace(warps=4))
+        blocks = max(8 * device.num_sms, tiles)
+        after = Step(merge, (blocks, 1, 1), merge.threads, 0, args, "parts that several blocks have, by all SMs")
+        return Plan((step, after), workspaces, team, splits=splits)
     begin = Variant("decode_begin", "float32", 0, 0, (), _BY_WARPS)
-    steps = (
-        Step(begin, (_ceil_div(parts, begin.threads), 1, 1), begin.threads, 0, args, "counters of parts"),
-        Step(variant, (blocks, 1, 1), variant.threads, variant.smem_bytes, args, row.why),
-    )
-    workspaces = (("part_out", parts * c.block_m * variant.head_dim_v * 4), ("part_lse", parts * c.block_m * 4), ("arrived", parts * 4))
-    return Plan(steps, workspaces, team, splits=(split_units or -(num_splits or 0), parts))
+    before = Step(begin, (_ceil_div(parts, begin.threads), 1, 1), begin.threads, 0, args, "counters of parts")
+    return Plan((before, step), (*workspaces, ("arrived", parts * 4)), team, splits=splits)
+
+
+def _even(blocks: int, tiles: int) -> int:
+    """At most 4 % fewer blocks, if each then has whole tiles, or each tile whole blocks: less is left in parts, and fewer parts merged."""
+    return next((n for n in range(blocks, blocks - blocks // 25 - 1, -1) if tiles % n == 0 or n % max(tiles, 1) == 0), blocks)
+
+
+def _is_latent(problem: CacheProblem, device: DeviceSpec) -> bool:
+    """Whether LATENT has a row for a problem: values in the keys, which are wider than other rows take them. Some 64 columns of a key are
+    no values."""
+    p, (row,) = problem.attention, LATENT
+    if not problem.values_in_keys or p.bias or p.mask or problem.cache_dtype != p.dtype or not _aligned(p) or not p.num_heads_q:
+        return False
+    wide = MAX_HEAD_DIM < p.head_dim <= row.head_dims[0] and p.head_dim_v <= row.head_dims[1]
+    return wide and _round_up(p.head_dim_v, 128) + 64 <= _round_up(p.head_dim, 64) and p.dtype in row.dtypes and row.arch == device.arch
 
 
 def _decode_rows(tiles: int, device: DeviceSpec, flags: tuple[str, ...]) -> tuple[Row, ...]:
@@ -254,8 +279,10 @@ def _over_cache(problem: CacheProblem, device: DeviceSpec) -> Plan:
     p = problem.attention._replace(seqused_k=True)  # lengths are always given
     if rows := _rows_over_cache(problem, device):
         return _in_tiles(p, device, rows, problem if _is_paged(problem) else None)
-    if _decodes(p, device):
-        return decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size)
+    latent = _is_latent(problem, device)
+    if latent or _decodes(p, device):
+        table = LATENT if latent else None
+        return decode(p, device, problem.split_size, problem.num_splits, _cache_flags(problem), problem.page_size, table)
     variant, row = _choose(p, device, CACHED, _cache_flags(problem))
     args = tuple(name for name, used in _buffers(p).items() if used)
     return Plan((Step(variant, (_num_tiles(p, variant), 1, 1), variant.threads, variant.smem_bytes, args, row.why),))
@@ -351,7 +378,7 @@ def _section(p: AttentionProblem, c: Sm90Config, blocks: int) -> int:
     equal loads. Each takes every `blocks`-th tile, there and back, in the order of `Tiles` in fwd_sm90.cu: near one another sizes differ by
     3 % (D = 128, S = 1024), and some bring one block 1.8 times the mean."""
     heads, head_bytes = p.batch * p.num_heads_q, 2 * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_heads_kv // p.num_heads_q
-    last = (np.arange(_ceil_div(p.seqlen_q, c.block_m)) + 1) * c.block_m + _diagonal(p)
+    last = p.seqlen_q - np.arange(_ceil_div(p.seqlen_q, c.block_m)) * c.block_m + _diagonal(p)  # of the last tile first
     keys = -(-np.clip(last, 0, p.seqlen_k) // c.block_n)
 
     def largest_load(tiles: np.ndarray) -> float:
@@ -359,7 +386,7 @@ def _section(p: AttentionProblem, c: Sm90Config, blocks: int) -> int:
         loads = np.bincount(np.where(turn % 2 == 1, blocks - 1 - place, place), tiles, blocks)
         return float(loads.max() / loads.mean())
 
-    return _balanced(keys[::-1], heads, head_bytes, largest_load)
+    return _balanced(keys, heads, head_bytes, largest_load, (1 << 17) // (heads * len(keys)))
 
 
 def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, blocks: int) -> int:
@@ -389,9 +416,10 @@ def _diagonal(p: AttentionProblem) -> int:
     return 0 if p.top_left else p.seqlen_k - p.seqlen_q
 
 
-def _balanced(lengths: np.ndarray, heads: int, head_bytes: int, largest_load: Callable[[np.ndarray], float]) -> int:
+def _balanced(lengths: np.ndarray, heads: int, head_bytes: int, largest_load: Callable[[np.ndarray], float], tries: int = 8) -> int:
     """The section for which the largest load is the least, if in doubt the largest that shares the L2. `lengths` are those of a head's
-    tiles, falling; the tiles of all heads come section by section, falling in the last one, rising in the one before it, and so on."""
+    tiles, falling; the tiles of all heads come section by section, falling in the last one, rising in the one before it, and so on. Beside
+    a few sections that share the heads evenly so many are tried, up to twice what shares the L2."""
     if not len(lengths):
         return 1
     fit = min(max(_SHARED_L2_BYTES // max(head_bytes, 1), 1), heads)
@@ -405,9 +433,10 @@ def _balanced(lengths: np.ndarray, heads: int, head_bytes: int, largest_load: Ca
         tiles = np.concatenate([np.repeat(costs if fall else costs[::-1], width) for fall, width in zip(falls, wide, strict=True)])
         return largest_load(tiles) * (1 if section <= fit else 1.03)
 
-    smaller = {_ceil_div(heads, _ceil_div(heads, fit) + n) for n in range(7)}
-    larger = {min(heads, fit << n) for n in range(1, 4)}
-    return min(sorted(smaller | larger, key=lambda section: (section > fit, -section)), key=load)
+    evenly = {_ceil_div(heads, _ceil_div(heads, fit) + n) for n in range(7)} | {min(heads, fit << n) for n in range(1, 4)}
+    more = range(1, min(2 * fit, heads) + 1)
+    tried = evenly.union(more[:: _ceil_div(len(more), max(tries, 1))])
+    return min(sorted(tried, key=lambda section: (section > fit, -section)), key=load)
 
 
 def _boxes(variant: Variant) -> tuple[tuple[str, int], ...]:
@@ -562,12 +591,13 @@ def _most(p: AttentionProblem, config: Config) -> int:
 def _variant(p: AttentionProblem, row: Row) -> Variant:
     # mma.sync and wgmma multiply 16 wide, rows of bytes 32 at a time, and a warp of fwd_simple holds 32 elements a register: tiles are
     # padded, the true D stays a parameter.
-    step = 32 if isinstance(row.config, SimpleConfig | DecodeConfig) else 16
+    latent = isinstance(row.config, DecodeConfig) and row.config.latent  # whose tiles are panels of 64, of values twice as many
+    step = 64 if latent else 32 if isinstance(row.config, SimpleConfig | DecodeConfig) else 16
     flags = _flags(p) if _aligned(p) or isinstance(row.config, SimpleConfig) else tuple(sorted((*_flags(p), "unaligned")))
     head_dim = _round_up(p.head_dim, step)
     if isinstance(row.config, BwdSm90Config):
         head_dim = row.config.width(head_dim)
-    return Variant(row.family, p.dtype, head_dim, _round_up(p.head_dim_v, step), flags, row.config)
+    return Variant(row.family, p.dtype, head_dim, _round_up(p.head_dim_v, 2 * step if latent else step), flags, row.config)
 
 
 def _aligned(p: AttentionProblem) -> bool:
@@ -649,9 +679,9 @@ def _list_bytes(p: AttentionProblem, tiles: tuple[int, int]) -> dict[str, int]:
     return {name: 16 + 32 * heads * _most_tiles(tokens, p.batch, size) for name, (size, tokens, heads) in sides.items() if size}
 
 
-def _listing(p: AttentionProblem, tiles: tuple[int, int], args: tuple[str, ...], paged: bool = False) -> Step:
+def _listing(p: AttentionProblem, tiles: tuple[int, int], args: tuple[str, ...], more: tuple[str, ...] = ()) -> Step:
     """The kernel before those whose tiles it lists: a block for each head and list. It takes any mask as a window."""
-    flags = ("local", "packed", *(("paged",) if paged else ()), "used")
+    flags = tuple(sorted(("local", "packed", "used", *more)))
     variant = Variant("packed_tiles", "float32", 0, 0, flags, SimpleConfig(32))
     blocks = (p.num_heads_q if tiles[0] else 0) + (p.num_heads_kv if tiles[1] else 0)
     return Step(variant, (blocks, 1, 1), variant.threads, 0, args, "the order of the tiles")

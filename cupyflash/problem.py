@@ -184,6 +184,7 @@ class CacheProblem(NamedTuple):
     v_descale: float = 1.0
     num_splits: int | None = None
     split_size: int | None = None
+    values_in_keys: bool = False  # V is the first columns of K, the same memory
 
 
 class CacheOperands(NamedTuple):
@@ -358,10 +359,11 @@ def cached(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     out_dtype: str | None = None,
+    same_start: bool = False,
     **options: Any,
 ) -> tuple[CacheProblem, Operands, CacheOperands]:
     """The same for `attention_with_kvcache`, which has cache_seqlens, and for `attention_varlen` with a page_table, which has not; more
-    `options` are those of `dense`."""
+    `options` are those of `dense`. `same_start`: k and v have one address, which views have not."""
     k_name, v_name = ("k", "v") if more.cache_seqlens is None else ("k_cache", "v_cache")
     q, packed = arrays.q, arrays.cu_seqlens_q is not None
     _check_dtypes(arrays._replace(k=q, v=q), out_dtype)
@@ -443,6 +445,7 @@ def cached(
         **descale_of_all,
         num_splits=_count("num_splits", num_splits),
         split_size=_count("split_size", split_size),
+        values_in_keys=same_start and k.strides == v.strides and v.shape[3] <= k.shape[3],
     )
     return stated, operands, more
 

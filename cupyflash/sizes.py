@@ -26,6 +26,7 @@ from cupyflash.problem import (
     varlen,
 )
 from cupyflash.problem import cached as over_cache
+from cupyflash.variants import MAX_HEAD_DIM
 
 Problem = AttentionProblem | BackwardProblem | CacheProblem
 
@@ -109,6 +110,7 @@ def stated(
         more = _cache_shapes(batch, sk, hkv, (head_dim, dv), page_size, cache_dtype or dtype, dtype, seqlen_new, rotary_dim, packed)
         views |= {name: more.pop(name) for name in "kv"}
         views.pop("cu_seqlens_k", None)
+        how["same_start"] = head_dim > MAX_HEAD_DIM and dv < head_dim  # latent heads
         how |= {"num_splits": num_splits, "split_size": split_size, "max_seqlen_q": seqlen_q if packed else None}
         return over_cache(Operands(**views), CacheOperands(**more), **how)[0]
     problem, _ = state(Operands(**views), **how)
@@ -143,6 +145,8 @@ def _cache_shapes(
         made["page_table"] = shape_only((batch, pages), "int32")
     for name, dim in zip("kv", dims, strict=True):
         made[name] = shape_only((*entries, heads, dim), cache_dtype)
+        if dims[0] > MAX_HEAD_DIM and name == "v" and dim < dims[0]:  # latent heads: columns of the keys
+            made[name] = made[name]._replace(strides=made["k"].strides)
         if seqlen_new:
             made[f"{name}_new"] = shape_only((*tokens, heads, dim), dtype)
     if rotary_dim:

@@ -108,12 +108,13 @@ class Model:
         seen = sum(count * self._keys_seen(*sizes) for sizes, count in lengths.items())
         cache = problem if isinstance(problem, CacheProblem) else None
         size, kept = ITEMSIZE[p.dtype], _BYTES[cache.cache_dtype if cache else p.dtype]
+        own_v = 0 if cache and cache.values_in_keys else p.head_dim_v  # columns of V that K has not
         out = ITEMSIZE[p.out_dtype]
         lse = 8 if p.dtype == "float64" else 4
         self.sizes = {
             "q": self.rows * p.head_dim * size,
             "k": seen * p.num_heads_kv * p.head_dim * kept,
-            "v": seen * p.num_heads_kv * p.head_dim_v * kept,
+            "v": seen * p.num_heads_kv * own_v * kept,
             "out": self.rows * p.head_dim_v * out,
             "dout": self.rows * p.head_dim_v * out,
             "lse": self.rows * lse,
@@ -126,7 +127,7 @@ class Model:
             "page_table": 4 * p.batch * -(-p.seqlen_k // cache.page_size) if cache and cache.page_size else 0,
         }
         self.longest_q, self.longest_k = (max((sizes[side] for sizes in lengths), default=0) for side in (0, 1))
-        self.key_bytes = self._keys_seen(self.longest_q, self.longest_k) * (p.head_dim + p.head_dim_v) * kept  # of a head of a sequence
+        self.key_bytes = self._keys_seen(self.longest_q, self.longest_k) * (p.head_dim + own_v) * kept  # of a head of a sequence
         self.group = p.num_heads_q // max(p.num_heads_kv, 1)
 
     def _keys_seen(self, seqlen_q: int, seqlen_k: int) -> int:
@@ -171,7 +172,7 @@ class Model:
             return 1
         if c.cluster > 1:
             return c.cluster
-        unit = c.warps * c.block_n
+        unit = c.unit
         problem = self.problem
         units = -(-p.seqlen_k // unit)
         if isinstance(problem, CacheProblem) and problem.split_size:
@@ -190,12 +191,13 @@ class Model:
         family = step.variant.family
         if family == "host":
             moved = self._backward_at_once() if self.wrt else self._attends(step)
-        elif family in ("fwd_simple", "fwd_sm80", "fwd_sm90", "decode", "decode_cluster"):
+        elif family in ("fwd_simple", "fwd_sm80", "fwd_sm90", "decode", "decode_cluster", "latent_sm90"):
             moved = self._attends(step)
         else:
             of: dict[str, Callable[[Step], list[Traffic]]] = {
                 "packed_tiles": self._lists,
                 "decode_begin": lambda _: [self._work("arrived", written=1)],
+                "latent_merge": lambda _: [],  # it reads parts while they are in the L2, and the rows of O are counted before it
                 "cache_append": self._appends,
                 "fwd_keys_outside": self._keys_outside,
                 "bwd_delta": self._delta,
@@ -208,7 +210,7 @@ class Model:
     def _flops(self, step: Step) -> int:
         """What a kernel computes of visible pairs, scores again where it needs them."""
         family, p, wrt = step.variant.family, self.p, self.wrt
-        if family in ("packed_tiles", "decode_begin", "cache_append", "bwd_delta", "bwd_convert", "bwd_sum"):
+        if family in ("packed_tiles", "decode_begin", "latent_merge", "cache_append", "bwd_delta", "bwd_convert", "bwd_sum"):
             return 0
         if not wrt or family == "bwd_sm80_dbias":
             each = flops_of_pair(p.head_dim, p.head_dim_v)
@@ -266,9 +268,10 @@ class Model:
     def _parts(self, step: Step) -> list[Traffic]:
         """What blocks leave of a tile whose keys they share: at most two parts a block, or as many as blocks and tiles. They are read while
         they are in the L2."""
-        c, room = step.variant.config, self.workspaces.get("arrived", 0) // 4
-        if not isinstance(c, DecodeConfig) or c.cluster > 1 or not room:
+        c = step.variant.config
+        if not isinstance(c, DecodeConfig) or c.cluster > 1 or "part_lse" not in self.workspaces:
             return []
+        room = self.workspaces["part_lse"] // (4 * c.block_m)
         used = room if "splits" in step.variant.flags else min(room, math.prod(step.grid) + self.tiles(step))
         return [Traffic(name, 0, self.workspaces[name] * used // room) for name in ("part_out", "part_lse")]
 

@@ -79,7 +79,7 @@ class Sm90Config(NamedTuple):
 
 class DecodeConfig(NamedTuple):
     """`decode`: a tile of block_m query rows, against which each of `warps` warps walks block_n keys of its own at a time, kept in `stages`
-    buffers. `blocks` of them share an SM; `decode_cluster` has `cluster` of them in a cluster."""
+    buffers. `blocks` of them share an SM; `decode_cluster` has `cluster` of them in a cluster; of `latent_sm90` all warps have all keys."""
 
     block_m: int
     block_n: int
@@ -87,10 +87,16 @@ class DecodeConfig(NamedTuple):
     warps: int
     blocks: int
     cluster: int = 1
+    latent: bool = False
 
     @property
     def tile(self) -> str:
         return f"m{self.block_m}n{self.block_n}s{self.stages}w{self.warps}b{self.blocks}" + f"c{self.cluster}" * (self.cluster > 1)
+
+    @property
+    def unit(self) -> int:
+        """Keys that a block takes at a time."""
+        return self.block_n * (1 if self.latent else self.warps)
 
 
 class BwdRowsConfig(NamedTuple):
@@ -236,7 +242,7 @@ class Variant(NamedTuple):
             sums = 0 if c.wide else 4 * c.block_m * self.head_dim
             rest = c.stages * c.block_m * 2 * 4 + 8 * (2 * c.key_buffers + 4 * c.stages + 7)
             return -(-(operands + weights + sums + rest) // 1024) * 1024
-        if c is None or isinstance(c, SimpleConfig):
+        if c is None or isinstance(c, SimpleConfig) or self.family == "latent_merge":
             return 0
         row, row_v = c.block_m * _pitch_bytes(self.head_dim), c.block_m * _pitch_bytes(self.head_dim_v)  # Q and dO
         narrow = 2 if self.quantised else 1  # K and V of 8 bits are tiles half as wide
@@ -245,9 +251,13 @@ class Variant(NamedTuple):
             return row + c.stages * (key + key_v)
         if isinstance(c, KeysOutsideConfig):
             return 2 * row + c.stages * (key + key_v)
+        if isinstance(c, DecodeConfig) and c.latent:  # O lies in place of the buffers, P in them; references, sums, barriers; shares
+            rest = 6 * c.block_m * 4 + 4 * 8 + (c.warps + 4 + -(-c.block_m // 32)) * 4
+            operands = (c.block_m + c.stages * c.block_n) * _panel_bytes(self.head_dim)
+            return _round_up(operands + rest, 1024)
         if isinstance(c, DecodeConfig):  # in place of the buffers, O of the warps in float; references, sums, shares
             merged = c.warps * c.block_m * (self.head_dim_v + 8) * 4
-            rest = c.warps * (2 * c.block_m + 1) * 4 + 16 + 3 * c.block_m * 4
+            rest = c.warps * (2 * c.block_m + 1) * 4 + 20 + 3 * c.block_m * 4
             return _round_up(row + max(c.warps * c.stages * (key + key_v), _round_up(merged, 128)) + rest, 128)
         if isinstance(c, BwdRowsConfig):
             return row + row_v + c.stages * (key + key_v)
@@ -420,6 +430,16 @@ DECODE = (
     _decode(128, DecodeConfig(16, 16, 2, 4, 1), "not measured; 70 kB, for SMs of 100 kB"),
     _decode(256, DecodeConfig(16, 16, 2, 4, 1), "(32, 8k) 468, 604 for 2 warps and 2 blocks an SM; cuDNN 635"),
     _decode(256, DecodeConfig(16, 16, 2, 2, 1), "not measured; 74 kB, for SMs of 100 kB; all options together spill 12 bytes on Blackwell"),
+)
+
+
+# Latent heads, whose values are the first columns of their keys, in an array of one key head or more.
+LATENT = (
+    Row(
+        *("latent_sm90", _HALF, 576, 90, True, DecodeConfig(64, 64, 2, 12, 1, latent=True)),
+        *("390 TFLOP/s at (32, 8k) of 128 heads; 218 kB; all options together spill 620 bytes", "90a"),
+        narrow_v=512,
+    ),
 )
 
 

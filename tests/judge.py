@@ -114,9 +114,9 @@ def standard_gradients(dout: Any, q: Any, k: Any, v: Any, /, *, dtype: Any, dlse
         delta = (dO * grid.out).sum(axis=-1, keepdims=True)
         if dlse is not None:
             delta = delta - np.asarray(dlse).reshape(B, Hq, Sq, 1).astype(grid.work)
-        dS = np.where(P > 0, stored(P * (stored(dO @ grid.V.swapaxes(-1, -2)) - delta)), grid.work(0))
+        dS = np.where(P > 0, stored(P * (stored(grid.product(dO, grid.V.swapaxes(-1, -2))) - delta)), grid.work(0))
         raw = stored(dS * grid.cap_slope)
-        dQ = stored(grid.scale * (raw @ grid.K))
+        dQ = stored(grid.scale * grid.product(raw, grid.K))
         dK, dV = stored(grid.scale * (raw.swapaxes(-1, -2) @ grid.Q)), stored(P.swapaxes(-1, -2) @ dO)
     Hkv = Hq // grid.group
     dK, dV = (x.reshape(B, Hkv, grid.group, Sk, x.shape[-1]).sum(axis=2) for x in (dK, dV))
@@ -159,7 +159,6 @@ class _Grid:
         Q, K, V = (self.as_bhsd(x) for x in (q, k, v))
         (B, Hq, Sq, D), (Hkv, Sk) = Q.shape, K.shape[1:3]
         self.group = Hq // Hkv if Hkv else 1
-        K, V = (np.repeat(x, self.group, axis=1) for x in (K, V))
         self.scale = work(D**-0.5 if softmax_scale is None else softmax_scale)
 
         used_q = np.clip(np.full(B, Sq) if seqused_q is None else np.asarray(seqused_q), 0, Sq).astype(int).reshape(B, 1, 1, 1)
@@ -178,7 +177,7 @@ class _Grid:
             visible = visible & np.asarray(mask)
 
         with np.errstate(all="ignore"):
-            S = stored(self.scale * (Q @ K.swapaxes(-1, -2)))
+            S = stored(self.scale * self.product(Q, K.swapaxes(-1, -2)))
             self.cap_slope = np.ones((), work)
             if softcap is not None:
                 tanh = np.tanh(S / work(softcap))
@@ -196,9 +195,14 @@ class _Grid:
             total = P.sum(axis=-1, keepdims=True) + sink_weight
             self.P = stored(P / np.where(total == 0, 1, total))
             self.sink_weight = sink_weight / np.where(total == 0, 1, total)
-            self.out = stored(self.P @ V)
+            self.out = stored(self.product(self.P, V))
             self.lse = (top + np.log(total))[..., 0]
         self.Q, self.K, self.V, self.beyond = Q, K, V, beyond
+
+    def product(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Of each query head's matrix and its key head's, which is not repeated: 128 heads of 9000 keys would be 5 GB."""
+        B, Hq, Sq, n = rows.shape
+        return (rows.reshape(B, keys.shape[1], self.group * Sq, n) @ keys).reshape(B, Hq, Sq, keys.shape[-1])
 
     def stored(self, x: np.ndarray) -> np.ndarray:
         return x.astype(self.dtype).astype(self.work)

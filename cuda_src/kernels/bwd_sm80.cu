@@ -168,7 +168,7 @@ template <class C>
 __device__ inline KeyWork<C> work_of(const ForwardParams& f, int block) {
   if constexpr (C::kPacked) {
     const ListedTile tile = static_cast<const TileList*>(f.key_tiles)->tiles[block];
-    return {f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.block, tile.sequence(f)};
+    return {f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f)};
   } else {
     const int key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
     return {f, block / key_blocks, block % key_blocks};

@@ -109,7 +109,7 @@ __device__ inline void backward(const BackwardParams& p, Smem<C>& smem) {
   for (int b = batches.first; b < batches.last; ++b) {
     for (int h = heads.first; h < heads.last; ++h) {
       for (int i = rows.first; i < rows.last; ++i) {
-        const Work<C> w(f, b * f.num_heads_q + h, i);
+        const Work<C> w(f, b * f.num_heads_q + h, i * C::kBlockM);
         const int last = min(keys.last, w.keys.last);
         for (int j = max(keys.first, w.keys.first); j < last; ++j) {
           add_tile<C, kTiles, kKeys>(p, smem, w, j, rSum, warp_row, warp_key);

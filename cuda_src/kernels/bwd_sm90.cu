@@ -125,6 +125,7 @@ __device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const fl
     smem.dq_to[g] = QuerySums<C>::tile(QuerySums<C>::of_head(p, w.s, w.b, h), first / 16, Tiles::kByRows ? 0 : 8 * g);
   }
   fence_async_proxy();
+  __syncwarp();  // one lane says that all have written
   release(smem.dq_full[g]);
 }
 

@@ -76,7 +76,7 @@ __device__ inline void forward(const ForwardParams& p, Smem<C>& smem) {
       cp_async_wait<0>();
       __syncthreads();  // it has arrived for all threads, and all have done with the buffer of block i + 1
       if (i + 1 < row_blocks) load_q(i + 1);
-      const Work<C> w(p, b, h, i, s);
+      const Work<C> w(p, b, h, i * C::kBlockM, s);
 
       float rO[1][kColumns][4];
       RowState<1> state;

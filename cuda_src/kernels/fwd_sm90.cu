@@ -1,8 +1,10 @@
 // fwd_sm90.cu: attention forward by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read it after fwd_sm80.cu.
 //
 // Algorithm  FlashAttention-3 (arXiv 2407.08608): the softmax of key block j runs while P V of the block before it is multiplied.
-// Work       A tile is kBlockM rows of one head. There is a block for each SM, which takes every gridDim-th tile, there and back; of
-//            packed sequences, whose tiles are listed (packed_tiles.cu), the next one that none has taken.
+// Work       A tile is kBlockM rows of one head. Where first rows see few keys (causal, windows), rows are counted from the last one up, so
+//            that a tile of fewer rows is the shortest one, not the longest: with 192 rows of 1024 that is one tile of six. There is a
+//            block for each SM, which takes every gridDim-th tile, there and back; of packed sequences, whose tiles are listed
+//            (packed_tiles.cu), the next one that none has taken.
 // Walk       From the last visible key block down to the first.
 // Threads    Warpgroup 0 copies: one thread queues all loads, and decides what is next, which of packed sequences another one does. The
 //            other warpgroups have 64 rows of S and O each, in registers, and do what they find in shared memory; of the key blocks of the
@@ -16,6 +18,12 @@
 #include "../primitives/wgmma.cuh"
 
 namespace cupyflash {
+
+constexpr int kNone = -2147483647;
+
+// Where first rows see few keys.
+template <class C>
+constexpr bool kFromLast = C::kCausal || C::kLocal;
 
 struct TensorMaps {
   TensorMap q, k, v, out;  // 4-D: column, row, head, batch
@@ -33,7 +41,8 @@ struct Smem {
   alignas(1024) char o[C::kOwnOut ? C::kBlockM / 16 : 1][C::kOwnOut ? TileO::kBytes : 1024];  // of a warp
   alignas(8) unsigned long long q_full[C::kStagesQ], q_empty[C::kStagesQ];
   unsigned long long k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-  // Of this tile and the next in turn, its keys those that are copied; row -1: there is no more. One more where another thread finds them.
+  // Of this tile and the next in turn, its keys those that are copied; row kNone: there is no more. One more where another thread finds
+  // them.
   static constexpr int kWorks = C::kPacked ? 3 : 2;
   unsigned long long work_full[C::kPacked ? kWorks : 1];
   Work<C> work[kWorks];
@@ -65,12 +74,13 @@ __device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
 // The tiles of one block in turn.
 template <class C>
 struct Tiles {
-  int row_blocks, heads, section, pass = 0;
+  int row_blocks, heads, section, first_row, pass = 0;
 
   __device__ explicit Tiles(const ForwardParams& p) {
     row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
     heads = p.batch * p.num_heads_q;
     section = p.section;
+    first_row = kFromLast<C> ? p.seqlen_q - row_blocks * C::kBlockM : 0;
   }
 
   // The next tile, or -1.
@@ -88,7 +98,7 @@ struct Tiles {
     const int wide = min(section, heads - n * section);
     int row_block = inside / wide;
     if ((heads - 1) / section % 2 == n % 2) row_block = row_blocks - 1 - row_block;
-    Work<C> w(p, n * section + inside % wide, row_block);
+    Work<C> w(p, n * section + inside % wide, first_row + row_block * C::kBlockM);
     if (w.keys.empty()) w.keys = {0, 1, 0, 0};
     return w;
   }
@@ -112,10 +122,10 @@ __device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
     if (more) {
       const ListedTile listed = list->tiles[tile];
       tile = gridDim.x + atomicAdd(&list->taken, 1);
-      w = Work<C>(p, listed.b(p.num_heads_q), listed.h(p.num_heads_q), listed.block, listed.sequence(p));
+      w = Work<C>(p, listed.b(p.num_heads_q), listed.h(p.num_heads_q), listed.first, listed.sequence(p));
       if (w.keys.empty()) w.keys = {0, 1, 0, 0};
     } else {
-      w.row = -1;
+      w.row = kNone;
     }
     mbarrier_arrive(smem_address(&smem.work_full[works.stage()]));
     if (!more) return;
@@ -177,7 +187,7 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
     if constexpr (C::kPacked) {
       const Ring<S::kWorks> works{q.used};
       mbarrier_wait(smem_address(&smem.work_full[works.stage()]), works.parity());
-      tile = smem.work[works.stage()].row;
+      tile = smem.work[works.stage()].row == kNone ? -1 : 0;
     } else {
       tile = tiles.next();
     }
@@ -226,7 +236,7 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
   }
   mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);
   if (!leads) return;
-  if constexpr (!C::kPacked) smem.work[q.used % S::kWorks].row = -1;
+  if constexpr (!C::kPacked) smem.work[q.used % S::kWorks].row = kNone;
   mbarrier_arrive(smem_address(&smem.q_full[q.stage()]));
 }
 
@@ -291,11 +301,12 @@ __device__ inline bool have_reference(const RowState<1>& state) {
 template <class C>
 __device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char* panels, int panel_bytes, int row) {
   constexpr int kRows = C::kOwnOut ? 8 : 16, kChunks = C::kHeadDimV / 8;
-  auto* const out = static_cast<typename C::Out*>(p.out) + w.h * p.out_stride_head + (rows_before<C>(w.s) + row) * p.out_stride_seq;
-  const int count = min(rows_of<C>(p, w.s) - row, kRows) * kChunks;
+  auto* const out = static_cast<typename C::Out*>(p.out) + batch_of<C>(w) * p.out_stride_batch + w.h * p.out_stride_head +
+                    (rows_before<C>(w.s) + row) * p.out_stride_seq;
+  const int before = max(-row, 0) * kChunks, count = min(rows_of<C>(p, w.s) - row, kRows) * kChunks;
   __syncwarp();
 #pragma unroll 1
-  for (int n = threadIdx.x % 32; n < count; n += 32) {
+  for (int n = before + threadIdx.x % 32; n < count; n += 32) {
     const int chunk = n % kChunks;
     if (8 * chunk < p.head_dim_v) {
       const auto& from = *reinterpret_cast<const unsigned (*)[4]>(chunk_of(panels, panel_bytes, n / kChunks, chunk));
@@ -319,9 +330,12 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
   } else {
     constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
     char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
-    // Boxes of 8 or 16 rows must not reach into the next sequence: there lanes copy what is of this one. (To leave each pair of elements to
-    // one or the other way doubled the kernel's instructions, and a tile at D = 128 took 2 us longer.)
-    const bool whole = !C::kPacked || uniform(w.row + warp_row + 16 <= rows_of<C>(p, w.s));
+    // Boxes of 8 or 16 rows must not reach into the next sequence, nor may they begin before row 0, which to the accelerator is an illegal
+    // instruction where it writes, not where it reads: there lanes copy what is of this one. (To leave each pair of elements to one or the
+    // other way doubled the kernel's instructions, and a tile at D = 128 took 2 us longer.)
+    constexpr bool kRagged = C::kPacked || kFromLast<C>;
+    const int first = w.row + warp_row;
+    const bool whole = !kRagged || uniform(first >= 0 && (!C::kPacked || first + 16 <= rows_of<C>(p, w.s)));
     if constexpr (C::kOwnOut) {
       bulk_wait_read();
       __syncwarp();
@@ -336,7 +350,7 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
         },
         [&](int half) {
           if (!C::kOwnOut && half == 0) return;
-          if (C::kPacked && !whole) return copy_rows<C>(p, w, rows, kPanelBytes, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
+          if (kRagged && !whole) return copy_rows<C>(p, w, rows, kPanelBytes, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
           fence_async_proxy();
           __syncwarp();
           if (thread % 32 == 0) {
@@ -390,7 +404,7 @@ __device__ inline void consume(const ForwardParams& p, const TensorMaps& maps, S
     mbarrier_wait(smem_address(&smem.q_full[stage]), q.parity());
     ++q.used;
     const Work<C>& w = smem.work[place];
-    if (uniform(w.row) < 0) return false;
+    if (uniform(w.row) == kNone) return false;
     const KeyBlocks seen = key_blocks<C>(p, w.s, w.row + 64 * warpgroup, 64);
     keys = {uniform(seen.first), uniform(seen.last), uniform(seen.full_first), uniform(seen.full_last)};
     const int first = uniform(w.keys.first), last = uniform(w.keys.last);

@@ -39,16 +39,23 @@ struct Side {
 // Longer sequences have smaller numbers.
 __device__ inline int step_of(int length) { return kSteps - 1 - ((__float_as_int(static_cast<float>(length + 1)) >> 18) - (127 << 5)); }
 
+// Where a block of a sequence begins: kFromLast has rows counted from the last one up, so that its first block may begin before row 0.
+template <class C, bool kKeys>
+__device__ inline int first_of(const PackedSequence& s, int block, int size) {
+  const int length = Side<kKeys>::length(s);
+  return block * size - (C::kFromLast && !kKeys ? (length + size - 1) / size * size - length : 0);
+}
+
 // Longer tiles of a sequence have smaller numbers: by how much of what passes by meets the tile.
 template <class C, bool kKeys>
 __device__ inline int class_of(const ForwardParams& p, const PackedSequence& s, int block, int size) {
-  const int first = block * size, end = first + size;
+  const int first = first_of<C, kKeys>(s, block, size), end = first + size;
   int met = 0;
   if (kKeys && first < s.used_k) {
     const RowRange rows = visible_rows<C>(p, s, first, min(end, s.used_k));
     met = max(rows.last - rows.first, 0);
   } else if (!kKeys && first < s.used_q) {
-    const KeyRange keys = visible_keys<C>(p, s, first, min(end, s.used_q));
+    const KeyRange keys = visible_keys<C>(p, s, max(first, 0), min(end, s.used_q));
     met = max(keys.last - keys.first, 0);
   }
   return static_cast<int>((kClasses - 1) * (1 - static_cast<float>(met) / max(Side<kKeys>::passing(s), 1)));
@@ -153,7 +160,7 @@ __device__ inline void list_tiles(const ForwardParams& p, Smem& smem, int h) {
     const int together = (heads + groups - 1) / groups, first_head = h - h % together;  // heads at a time
     const int of_head = (place - first) * min(together, heads - first_head) + h - first_head;
     list->tiles[first * heads + tiles * first_head + of_head] =
-        ListedTile{(b + 1) * heads + h, block, s.used_q, s.used_k, s.first_q, s.first_k, s.len_q, s.len_k};
+        ListedTile{(b + 1) * heads + h, first_of<C, kKeys>(s, block, size), s.used_q, s.used_k, s.first_q, s.first_k, s.len_q, s.len_k};
   });
 }
 

@@ -64,7 +64,7 @@ struct ListedKeyTiles {
   __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)) {}
   __device__ long long count() const { return list->count; }
   static __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& tile) {
-    return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.block, tile.sequence(f));
+    return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f));
   }
   __device__ KeyWork<C> work(const ForwardParams& f, int tile) const { return work(f, list->tiles[tile]); }
 };

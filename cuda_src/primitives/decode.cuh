@@ -13,7 +13,7 @@ constexpr bool kQuantised = !kSame<typename C::Cached, typename C::Element>;
 // What a sequence has to compute, in units and blocks of rows.
 template <class C>
 struct Extent {
-  static constexpr int kUnit = C::kWarps * C::kBlockN;  // keys
+  static constexpr int kUnit = C::kKeyWarps * C::kBlockN;  // keys
   SequenceOf<C> s;
   KeyRange keys;  // that some row sees
   int rows;       // of a key head: all tokens of all its query heads
@@ -34,11 +34,45 @@ struct Extent {
       pieces = (units + piece_units - 1) / piece_units;
     }
   }
-  __device__ int weight(const ForwardParams& p) const { return pieces * row_blocks * p.head_groups; }
+  __device__ int items(const ForwardParams& p) const { return row_blocks * p.head_groups; }
+  __device__ int weight(const ForwardParams& p) const { return pieces * items(p); }
 };
 
+// Rows that left the range: a bit for each.
 template <class C>
-struct Smem {
+struct LostRows {
+  unsigned bits[(C::kBlockM + 31) / 32];
+
+  __device__ void clear() {
+    for (unsigned& word : bits) word = 0;
+  }
+  __device__ void add(int row) { atomicOr(&bits[row / 32], 1u << row % 32); }
+  __device__ bool has(int row) const { return bits[row / 32] >> row % 32 & 1; }
+  __device__ bool any() const {
+    unsigned all = 0;
+    for (unsigned word : bits) all |= word;
+    return all;
+  }
+};
+
+// Where a piece or item is: in which sequence, -1 for none; how many of these of that sequence lie before it; and how many pieces before
+// that sequence.
+struct Place {
+  int sequence, inside, before;
+};
+
+// What a block must know of its share, and what its warps tell one another.
+template <class C>
+struct Shared {
+  int weights[C::kWarps];  // of the sequences of each warp
+  Place found;
+  int is_last;
+  LostRows<C> lost;
+};
+
+// Where each warp has keys of its own.
+template <class C>
+struct SmemOfWarps {
   using TileQ = Tile<C::kBlockM, C::kHeadDim>;
   static constexpr int kBytes = sizeof(typename C::Cached);
   using TileK = Tile<C::kBlockN, C::kHeadDim * kBytes / 2>;
@@ -54,14 +88,14 @@ struct Smem {
     float out[C::kWarps][C::kBlockM][kPitch];
   };
   float reference[C::kWarps][C::kBlockM], sum[C::kWarps][C::kBlockM];
-  int weights[C::kWarps];  // of the sequences of each warp
-  int first_inside;        // where the block begins: how many pieces lie before it in that sequence
-  int first_sequence;
-  int is_last;
-  unsigned lost;                                             // a bit for each row that left the range
+  Shared<C> shared;
   float row_scale[C::kBlockM];                               // of scores over a quantised cache
   float block_reference[C::kBlockM], block_sum[C::kBlockM];  // decode_cluster.cu: of all warps, whose O is in the place of the first one's
 };
+template <class C>
+struct SmemOfAll;  // latent_sm90.cu
+template <class C>
+using Smem = typename Choice<C::kKeyWarps == C::kWarps, SmemOfWarps<C>, SmemOfAll<C>>::Type;
 
 // Some pieces of one (sequence, key head, block of rows).
 template <class C>
@@ -69,6 +103,13 @@ struct Segment {
   int b, h_kv, row;     // row: the first of the block
   int unit, last_unit;  // [unit, last_unit)
 };
+
+// The segment of an item of sequence b: its pieces in the order of groups of key heads, then blocks of rows.
+template <class C>
+__device__ inline Segment<C> segment_of(const Extent<C>& e, int b, int item, int heads, int own_head, int unit, int last_unit) {
+  const int head_group = e.row_blocks == 1 ? item : item / e.row_blocks;
+  return {b, head_group * heads + own_head, (item - head_group * e.row_blocks) * C::kBlockM, unit, last_unit};
+}
 
 // Which token of the sequence a row is, and of which query head.
 template <class C>
@@ -191,10 +232,10 @@ struct LaneRows {
   KeyRange seen[2];
   ScoreContext<C> context[2];
 
-  __device__ LaneRows(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g) {
+  __device__ LaneRows(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, int first_row = 0) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = threadIdx.x % 32 / 4 + 8 * r;
+      const int row = first_row + threadIdx.x % 32 / 4 + 8 * r;
       const RowPlace<C> at(p, g, row);
       token[r] = at.token;
       seen[r] = {0, 0};
@@ -207,19 +248,16 @@ struct LaneRows {
   }
 };
 
-// S, as the product leaves it, becomes P in place, and O follows a reference that moves (softmax.cuh).
-template <class C>
-__device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const LaneRows<C>& rows, const float* row_scale, int first_key,
-                             float (&rS)[1][C::kBlockN / 8][4], float (&rO)[1][C::kHeadDimV / 8][4], float (&reference)[2],
-                             float (&sum)[2]) {
-  const float scale_log2 = kFused<C> ? fabsf(p.softmax_scale_log2) : 1.0f;
+// S, as the product leaves it, becomes scores in place; `top` gets the largest of each of the lane's two rows, in log2 units.
+template <class C, int kTiles>
+__device__ inline void score_keys(const ForwardParams& p, const Extent<C>& e, const LaneRows<C>& rows, const float* row_scale,
+                                  int first_key, float (&rS)[1][kTiles][4], float (&top)[2]) {
   const bool turn = kFused<C> && p.softmax_scale_log2 < 0;  // the row maximum is taken before the scale, which must not turn the order
-  float top[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     top[r] = -infinity(0.0f);
 #pragma unroll
-    for (int n = 0; n < C::kBlockN / 8; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& score = rS[0][n][2 * r + c];
@@ -234,8 +272,15 @@ __device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const L
       }
     }
     top[r] = fmaxf(top[r], __shfl_xor_sync(kWarp, top[r], 1));  // the four lanes of a row
-    top[r] = fmaxf(top[r], __shfl_xor_sync(kWarp, top[r], 2)) * scale_log2;
+    top[r] = fmaxf(top[r], __shfl_xor_sync(kWarp, top[r], 2)) * (kFused<C> ? fabsf(p.softmax_scale_log2) : 1.0f);
   }
+}
+
+// Scores become P in place, and O follows a reference that moves (softmax.cuh).
+template <class C, int kTiles, int kColumns>
+__device__ inline void weigh(const ForwardParams& p, const float (&top)[2], float (&rS)[1][kTiles][4], float (&rO)[1][kColumns][4],
+                             float (&reference)[2], float (&sum)[2]) {
+  const float scale_log2 = kFused<C> ? fabsf(p.softmax_scale_log2) : 1.0f;
   if (__any_sync(kWarp, top[0] > reference[0] + kGrowth || top[1] > reference[1] + kGrowth)) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -244,7 +289,7 @@ __device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const L
       const float rescale = old == reference[r] ? 1.0f : ex2(old - reference[r]);  // also where both are -inf
       sum[r] *= rescale;
 #pragma unroll
-      for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+      for (int n = 0; n < kColumns; ++n) {
         rO[0][n][2 * r] *= rescale;
         rO[0][n][2 * r + 1] *= rescale;
       }
@@ -254,7 +299,7 @@ __device__ inline void weigh(const ForwardParams& p, const Extent<C>& e, const L
   for (int r = 0; r < 2; ++r) {
     const float from = reference[r] == -infinity(0.0f) ? 0.0f : reference[r];
 #pragma unroll
-    for (int n = 0; n < C::kBlockN / 8; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& score = rS[0][n][2 * r + c];
@@ -371,7 +416,9 @@ __device__ inline void compute(const ForwardParams& p, const Extent<C>& e, const
     } else {
       multiply_qk<Element, typename S::TileQ, typename S::TileK, 1, C::kBlockN, C::kHeadDim>(rS, smem.q, stage.k, 0);
     }
-    weigh<C>(p, e, rows, smem.row_scale, keys.key_of(unit), rS, rO, reference, sum);
+    float top[2];
+    score_keys<C>(p, e, rows, smem.row_scale, keys.key_of(unit), rS, top);
+    weigh<C>(p, top, rS, rO, reference, sum);
     if constexpr (kQuantised<C>) {
       multiply_pv_bytes<C, typename S::TileV, C::kBlockN, C::kHeadDimV>(rO, rS, stage.v);
     } else {
@@ -434,9 +481,9 @@ template <class C>
 __device__ inline Merged<C> merge_warps(const Smem<C>& smem, int n) {
   Merged<C> merged(n);
 #pragma unroll
-  for (int w = 0; w < C::kWarps; ++w) merged.reference = fmaxf(merged.reference, smem.reference[w][merged.row]);
+  for (int w = 0; w < C::kKeyWarps; ++w) merged.reference = fmaxf(merged.reference, smem.reference[w][merged.row]);
 #pragma unroll
-  for (int w = 0; w < C::kWarps; ++w) {
+  for (int w = 0; w < C::kKeyWarps; ++w) {
     merged.add(smem.reference[w][merged.row], smem.sum[w][merged.row], &smem.out[w][merged.row][merged.column]);
   }
   return merged;
@@ -444,7 +491,7 @@ __device__ inline Merged<C> merge_warps(const Smem<C>& smem, int n) {
 
 // Scope: thread. Its part of a row goes to O and LSE; rows that left the range are noted.
 template <class C>
-__device__ inline void write(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Merged<C> merged, unsigned& lost) {
+__device__ inline void write(const ForwardParams& p, const Extent<C>& e, const Segment<C>& g, Merged<C> merged, LostRows<C>& lost) {
   using Out = typename C::Out;
   const RowPlace<C> at(p, g, merged.row);
   const bool used = at.token < e.s.used_q;
@@ -475,15 +522,16 @@ __device__ inline void write(const ForwardParams& p, const Extent<C>& e, const S
   const bool in_range =
       (not_finite & 0x7fff7fff) == 0 &&
       (merged.empty() || (merged.sum > 0.0f && merged.sum < infinity(0.0f) && fabsf(merged.reference) <= kLargestReference));
-  if (used && !in_range) atomicOr(&lost, 1u << merged.row);
+  if (used && !in_range) lost.add(merged.row);
 }
 
 // Scope: block. Computes rows again that left the range, after what was written of them.
 template <class C>
-__device__ inline void write_lost(const ForwardParams& p, const Segment<C>& g, unsigned lost) {
-  for (int row = threadIdx.x / 32; lost >> row; row += C::kWarps) {
+__device__ inline void write_lost(const ForwardParams& p, const Segment<C>& g, const LostRows<C>& lost) {
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < C::kBlockM; row += C::kWarps) {
     const RowPlace<C> at(p, g, row);
-    if (lost >> row & 1) attend_row<C>(p, g.b, at.h, at.token);
+    if (lost.has(row)) attend_row<C>(p, g.b, at.h, at.token);
   }
 }
 

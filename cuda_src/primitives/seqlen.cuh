@@ -64,6 +64,9 @@ __device__ inline SequenceOf<C> sequence_of(const ForwardParams& p, int b) {
   return s;
 }
 
+// 0 <= i < count, by one comparison.
+__device__ inline bool is_among(int i, int count) { return static_cast<unsigned>(i) < static_cast<unsigned>(count); }
+
 // How many rows and keys a sequence has, used or not, and before which row or key of the array its first one lies.
 template <class C>
 __device__ inline int rows_of(const ForwardParams& p, const SequenceOf<C>& s) {

@@ -17,7 +17,7 @@ struct RowState {
 
 // A reference moves only when a score passes it by this much: P stays below 2^8, far from fp16's 2^16, and O is hardly ever rescaled
 // (the lazy rescale of FlashAttention-4). At D = 128 and 64 keys a block the rescale costs two multiplications an element of S.
-constexpr float kGrowth = 8.0f;
+[[maybe_unused]] constexpr float kGrowth = 8.0f;  // latent_merge.cu has no use for it
 
 // O = O * rescale for the rows of a warp that outgrew their reference.
 template <class C, int kTiles>
@@ -52,7 +52,7 @@ __device__ inline void softmax_step(const ForwardParams& p, const Work<C>& w, in
       const int i = w.row + warp_row + 16 * m + 8 * r + lane / 4, first_key = j * C::kBlockN + 2 * (lane % 4);
       KeyRange seen{0, w.s.used_k};  // of this row, without a mask
       if constexpr (kMasked) seen = visible_keys<C>(p, w.s, i, i + 1);
-      if ((C::kBias || C::kMask) && i >= w.s.used_q) seen.last = 0;  // they have no such row
+      if ((C::kBias || C::kMask) && !is_among(i, w.s.used_q)) seen.last = 0;  // they have no such row
       seen.first -= first_key;
       seen.last -= first_key;
       float top = -infinity(0.0f);
@@ -136,7 +136,7 @@ __device__ inline void watch(Pair<float> pair, unsigned& seen) { seen |= __float
 template <class C>
 __device__ inline void store_pair(const ForwardParams& p, const Work<C>& w, int i, int column, Pair<typename C::Out> pair) {
   using Out = typename C::Out;
-  if (i >= rows_of<C>(p, w.s)) return;
+  if (!is_among(i, rows_of<C>(p, w.s))) return;
   Out* target =
       static_cast<Out*>(p.out) + w.b * p.out_stride_batch + w.h * p.out_stride_head + (rows_before<C>(w.s) + i) * p.out_stride_seq + column;
   store_pair<C::kUnaligned>(target, column, p.head_dim_v, pair);
@@ -157,7 +157,7 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, floa
       float sum = state.sum[m][r];
       sum += __shfl_xor_sync(kWarp, sum, 1);
       sum += __shfl_xor_sync(kWarp, sum, 2);
-      const bool used = i < w.s.used_q;
+      const bool used = is_among(i, w.s.used_q);
       const bool empty = state.reference[m][r] == -infinity(0.0f);
       const bool live = used && !empty;
       const float scale = rcp(sum);
@@ -185,7 +185,7 @@ __device__ inline unsigned finish(const ForwardParams& p, const Work<C>& w, floa
       next_rows(2 * m + r);
       if constexpr (C::kWriteLse) {
         const float lse = live ? (state.reference[m][r] + log2f(sum)) * static_cast<float>(1 / kLog2E) : -infinity(0.0f);
-        if (lane % 4 == 0 && i < rows_of<C>(p, w.s)) static_cast<float*>(p.lse)[first_in_vector<C>(p, w.s, w.b, w.h) + i] = lse;
+        if (lane % 4 == 0 && is_among(i, rows_of<C>(p, w.s))) static_cast<float*>(p.lse)[first_in_vector<C>(p, w.s, w.b, w.h) + i] = lse;
       }
       const bool finite = (not_finite & 0x7fff7fff) == 0;  // without the signs of zeros
       const bool in_range = finite && sum > 0.0f && sum < infinity(0.0f) && fabsf(state.reference[m][r]) <= kLargestReference;

@@ -13,6 +13,10 @@ struct Panels {
   static constexpr int kCount = (kWidth + 63) / 64;
   static constexpr int kPanelBytes = kRows * 128;
   static constexpr int kBytes = kCount * kPanelBytes;
+  static constexpr int kChunks = 8 * kCount;  // of 16 bytes, in a row
+
+  // Byte offset of a chunk, for what is copied otherwise.
+  __device__ static int at(int row, int chunk) { return chunk / 8 * kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16; }
 };
 
 // The descriptor of a matrix in shared memory: address, the distance of panels, the distance of 8-row groups, 128-byte swizzle.

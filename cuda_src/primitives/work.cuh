@@ -36,8 +36,9 @@ struct KeyBlocks {
 template <class C>
 __device__ inline KeyBlocks key_blocks(const ForwardParams& p, Sequence s, int row, int rows) {
   const int row_end = min(row + rows, s.used_q);
+  row = max(row, 0);
   KeyRange some = visible_keys<C>(p, s, row, row_end);
-  if (row >= s.used_q) some.last = some.first;
+  if (row >= row_end) some.last = some.first;
   const KeyRange all = keys_of_all<C>(p, s, row, row_end);
   KeyBlocks blocks;
   blocks.first = some.first / C::kBlockN;
@@ -50,25 +51,24 @@ __device__ inline KeyBlocks key_blocks(const ForwardParams& p, Sequence s, int r
 // What one block works on.
 template <class C>
 struct Work {
-  int b, h, row;  // row: the first of the block
+  int b, h, row;  // row: the first of the block; fwd_sm90 has some before row 0, which there are none of
   SequenceOf<C> s;
   ScoreContext<C> context;
   KeyBlocks keys;
 
   Work() = default;
   // `head` counts through all batches.
-  __device__ Work(const ForwardParams& p, int head, int row_block) : Work(p, head / p.num_heads_q, head % p.num_heads_q, row_block) {}
-  __device__ Work(const ForwardParams& p, int b, int h, int row_block) : Work(p, b, h, row_block, sequence_of<C>(p, b)) {}
-  __device__ Work(const ForwardParams& p, int b, int h, int row_block, const SequenceOf<C>& s)
-      : b(b), h(h), row(row_block * C::kBlockM), s(s) {
+  __device__ Work(const ForwardParams& p, int head, int row) : Work(p, head / p.num_heads_q, head % p.num_heads_q, row) {}
+  __device__ Work(const ForwardParams& p, int b, int h, int row) : Work(p, b, h, row, sequence_of<C>(p, b)) {}
+  __device__ Work(const ForwardParams& p, int b, int h, int row, const SequenceOf<C>& s) : b(b), h(h), row(row), s(s) {
     context = score_context<C>(p, b, h);
     keys = key_blocks<C>(p, s, row, C::kBlockM);
   }
 };
 
-// The tiles of a packed call in the order of packed_tiles.cu: which block of which sequence and head, and what is known of the sequence.
+// The tiles of a packed call in the order of packed_tiles.cu: of which sequence and head, and what is known of the sequence.
 struct alignas(16) ListedTile {
-  int head, block;  // the head counts through all sequences, from number -1 on: 32 bytes are what kernels have registers for
+  int head, first;  // row, or key. The head counts through all sequences, from number -1 on: 32 bytes are what kernels have registers for
   int used_q, used_k, first_q, first_k, len_q, len_k;
 
   __device__ int b(int heads) const { return head / heads - 1; }
@@ -97,10 +97,10 @@ template <class C>
 __device__ inline Work<C> row_work(const ForwardParams& p) {
   if constexpr (C::kPacked) {
     const ListedTile tile = static_cast<const TileList*>(p.row_tiles)->tiles[blockIdx.x];
-    return Work<C>(p, tile.b(p.num_heads_q), tile.h(p.num_heads_q), tile.block, tile.sequence(p));
+    return Work<C>(p, tile.b(p.num_heads_q), tile.h(p.num_heads_q), tile.first, tile.sequence(p));
   } else {
     const int row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-    return Work<C>(p, blockIdx.x / row_blocks, row_blocks - 1 - blockIdx.x % row_blocks);
+    return Work<C>(p, blockIdx.x / row_blocks, (row_blocks - 1 - blockIdx.x % row_blocks) * C::kBlockM);
   }
 }
 

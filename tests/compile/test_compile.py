@@ -16,7 +16,21 @@ import pytest
 from cupyflash import jit, plan
 from cupyflash.device import KNOWN, served
 from cupyflash.problem import QUANTISED, AttentionProblem, BackwardProblem, CacheProblem, MergeProblem
-from cupyflash.variants import BACKWARD, CACHED, DECODE, FORWARD, LESSON, PLAIN, BwdConfig, FwdConfig, Row, Sm90Config, Variant
+from cupyflash.variants import (
+    BACKWARD,
+    CACHED,
+    DECODE,
+    FORWARD,
+    LATENT,
+    LESSON,
+    PLAIN,
+    BwdConfig,
+    FwdConfig,
+    Row,
+    SimpleConfig,
+    Sm90Config,
+    Variant,
+)
 
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
@@ -32,6 +46,7 @@ SPILLS = {
     (256, "m64n64s2", False): 8,
     (128, "m64n128s2", False): 44,
     (576, "w4", True): 24,
+    (576, "m64n64s2w12b1", True): 620,
 }
 # Of packed sequences more has to be known. On Hopper it is the copying thread that spills, which has 24 or 32 registers, and a key that is
 # computed again; in the loops of the products only bwd_sm90_wide and the 128 x 128 tile that has K and V twice do, five loads.
@@ -129,6 +144,8 @@ def around() -> Iterator[Case]:
                 for step in plan.backward(BackwardProblem(p, wrt), KNOWN["90a"]).steps:
                     if step.variant.family in ("bwd_delta", "bwd_convert", "bwd_sum", "packed_tiles"):
                         yield Case(step.variant, "90a")
+    for paged in ("paged",), ():
+        yield Case(Variant("packed_tiles", "float32", 0, 0, ("fromlast", "local", "packed", *paged, "used"), SimpleConfig(32)), "90a")
 
 
 def over_caches() -> Iterator[Case]:
@@ -176,6 +193,19 @@ def decoding() -> Iterator[Case]:
                     yield Case(plan.cached(problem, KNOWN[arch]).steps[-1].variant, arch)
 
 
+def latents() -> Iterator[Case]:
+    """Of each dtype plain; with all options over pages, split and packed."""
+    options = {"alibi": True, "sink": "float32", "softcap": 2.0, "window_left": 9, "write_lse": True, "packed": True, "seqused_q": True}
+    for dtype, given, more in (
+        ("float16", {}, {"page_size": None}),
+        ("bfloat16", {}, {"page_size": None}),
+        ("bfloat16", options, {"page_size": 24, "num_splits": 9}),
+    ):
+        p = AttentionProblem(dtype, dtype, 32, 1, 999, 128, 1, *LATENT[0].head_dims, 0.125, **given)  # type: ignore[arg-type]
+        for step in plan.cached(CacheProblem(p, dtype, values_in_keys=True, **more), KNOWN["90a"]).steps:
+            yield Case(step.variant, "90a")
+
+
 def merging() -> Iterator[Case]:
     """Rows of whole pieces of 16 bytes and others: of all dtypes for one architecture, of one for each."""
     for dtype in FORWARD[-1].dtypes:
@@ -193,6 +223,7 @@ CASES = [
         (BACKWARD[-1], dict.fromkeys(around())),
         (CACHED[-1], dict.fromkeys(over_caches())),
         (DECODE[-1], dict.fromkeys(decoding())),
+        (LATENT[-1], dict.fromkeys(latents())),
         (FORWARD[-1], dict.fromkeys(merging())),
     )
     for case in found

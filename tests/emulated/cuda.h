@@ -55,6 +55,7 @@ struct Fiber {
   jmp_buf place;
   Index thread;
   bool begun = false, done = false;
+  int registers;
   std::vector<std::function<void()>> stores;                 // copies from shared memory, queued
   std::vector<std::vector<std::function<void()>>> products;  // groups of products, queued; the last one is open
   std::vector<std::vector<Copy>> groups;                     // of cp.async, queued
@@ -88,6 +89,7 @@ inline Slow products, stores;                      // stores are the slower ones
 inline std::vector<std::function<void()>> copies;  // into shared memory, on their way
 inline long progress;                              // how often somebody came further
 inline std::string waits_for;                      // what the last one that waited waits for
+inline int registers_free;                         // of those the block was launched with
 alignas(1024) inline char smem[228 << 10];         // of the block; shared addresses are offsets from here
 
 // What a kernel does that would hang or fault on a GPU.
@@ -197,10 +199,12 @@ std::string run(int blocks, int threads, Kernel kernel) {
     copies.clear();
     products = stores = {};
     std::memset(smem, 0xff, sizeof smem);  // NaN
+    registers_free = 0;
     fibers.assign(threads, Fiber{});
     for (int t = 0; t < threads; ++t) {
       Fiber& fiber = fibers[t];
       fiber.thread = {static_cast<unsigned>(t), 0, 0};
+      fiber.registers = 65536 / threads / 8 * 8;
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = stacks.get() + kStack * t;
       fiber.context.uc_stack.ss_size = kStack;

@@ -63,7 +63,7 @@ def source_of(variant: variants.Variant, arch: str) -> str:
     """The text that jit.py renders, with ptx.h in the place of ptx.cuh and without the products, which ptx.h has as templates."""
     ptx = jit._paste(jit.source_root() / "primitives" / "ptx.cuh", {jit.source_root() / "primitives" / "types.cuh"})
     text = jit.render(variant, arch).source
-    for product in jit._wgmma(variant) if isinstance(variant.config, variants.Sm90Config | variants.BwdSm90Config) else ():
+    for product in jit._wgmma(variant):
         text = text.replace(product, "")
     if ptx in text:
         text = text.replace(ptx, (HERE / "ptx.h").read_text())

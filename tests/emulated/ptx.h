@@ -173,9 +173,19 @@ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
 inline void named_barrier_sync(int barrier, int threads) { emulated::named[barrier].sync(threads, "a named barrier"); }
 inline void named_barrier_arrive(int barrier, int threads) { emulated::named[barrier].arrive(threads); }
 template <int kCount>
-void registers_take() {}
+void registers_give() {
+  const int more = emulated::current->registers - kCount;
+  if (more < 0) throw emulated::Failure{"registers given that the warp does not have"};
+  emulated::registers_free += more;
+  emulated::current->registers = kCount;
+}
 template <int kCount>
-void registers_give() {}
+void registers_take() {
+  const int more = kCount - emulated::current->registers;
+  emulated::wait_until([&] { return emulated::registers_free >= more; }, "registers");
+  emulated::registers_free -= more;
+  emulated::current->registers = kCount;
+}
 
 // 128-byte swizzle: bits 4 to 6 of an address change with bits 7 to 9.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
@@ -219,6 +229,8 @@ inline void tma_load(unsigned smem, const void* map, unsigned barrier, int x, in
   });
 }
 inline void tma_store(unsigned smem, const void* map, int x, int y, int z, int w) {
+  // Loads may begin before an array, stores may not (CUDA C++ Programming Guide, "Tensor Memory Accelerator"): an illegal instruction.
+  if (x < 0 || y < 0 || z < 0 || w < 0) throw emulated::Failure{"a tensor store that begins before the array"};
   emulated::queue(emulated::kLateReads, emulated::current->stores, [=] {
     for_box(smem, *static_cast<const BoxMap*>(map), x, y, z, w, [](const char* shared, char* global) {
       if (global) std::memcpy(global, shared, 2);

@@ -257,10 +257,11 @@ def test_packed(row: Row, backward_row: Row, dtype: str, rng: np.random.Generato
         packed_agrees(row, backward_row, dtype, options, rng, deterministic=True)
 
 
-def test_the_order_of_packed_tiles(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "arch"), [("fwd_sm80", "80"), ("fwd_sm90", "90a")])
+def test_the_order_of_packed_tiles(family: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile of every head is listed once: sections of long sequences before those of short ones, in each as many heads at a time as
-    share the L2, the longest tiles first."""
-    row = next(row for row in variants.FORWARD if row.family == "fwd_sm80" and row.head_dim == 64)
+    share the L2, the longest tiles first. Those of fwd_sm90 end with the last row, the others begin with the first one."""
+    row = next(row for row in variants.FORWARD if row.family == family and row.head_dim == 64 and row.causal is not False)
     heads, size, lengths = 4, row.config.block_m, np.array([130, 17, 900, 0, 140, 1, 520])
     monkeypatch.setattr(plan, "_SHARED_L2_BYTES", 300 * 2 * (64 + 64) * heads)  # 300 tokens of all heads
     real, found = emulator.compiled, []
@@ -280,20 +281,21 @@ def test_the_order_of_packed_tiles(rng: np.random.Generator, monkeypatch: pytest
 
     monkeypatch.setattr(emulator, "compiled", compiled)
     q = np.zeros((lengths.sum(), heads, 64), np.float16)
-    with emulated(row, arch="80"):
+    with emulated(row, arch=arch):
         cupyflash.attention_varlen(q, q, q, np.r_[0, np.cumsum(lengths)].astype(np.int32), causal=True)
 
-    tiles = [(head // heads - 1, head % heads, block) for head, block in found[0][:, :2].tolist()]
-    assert sorted(tiles) == [(b, h, n) for b, length in enumerate(lengths) for h in range(heads) for n in range(-(-length // size))]
+    tiles = [(head // heads - 1, head % heads, first) for head, first in found[0][:, :2].tolist()]
+    first_rows = [range(length % -size if family == "fwd_sm90" else 0, length, size) for length in lengths.tolist()]
+    assert sorted(tiles) == [(b, h, first) for b, rows in enumerate(first_rows) for h in range(heads) for first in rows]
     order = [b for b, _ in itertools.groupby(tiles, key=lambda tile: tile[0])]
     assert order[:2] == [2, 6]  # 900 and 520 tokens are sections of their own
     assert {b for b, *_ in tiles[-2 * heads :]} == {1, 5}  # and 17 and 1 come last
     for b, together in ((2, 2), (6, 2)):  # 900 are three times, and 520 twice what fits
-        mine = [(h, n) for tile, h, n in tiles if tile == b]
+        mine = [(h, first) for tile, h, first in tiles if tile == b]
         for first in range(0, heads, together):
             group, mine = mine[: len(mine) * together // (heads - first)], mine[len(mine) * together // (heads - first) :]
             assert {h for h, _ in group} == {*range(first, first + together)}
-            seen = [min((n + 1) * size, lengths[b]) for _, n in group]
+            seen = [min(first + size, lengths[b]) for _, first in group]
             assert all(later <= earlier + lengths[b] / 15 for earlier, later in itertools.pairwise(seen))
 
 
@@ -312,6 +314,6 @@ def test_a_deadlock_is_reported(rng: np.random.Generator, monkeypatch: pytest.Mo
     monkeypatch.setattr(emulator, "source_of", lambda variant, arch: render(variant, arch).replace(*broken))
     emulator.compiled.cache_clear()
     row = next(row for row in variants.BACKWARD if row.family == "bwd_sm90")
-    with pytest.raises(AssertionError, match=r"bwd_sm90.*deadlock: .* threads of block 0 wait, one for a named barrier"):
+    with pytest.raises(AssertionError, match=r"bwd_sm90.*deadlock: .* threads of block \d wait, one for a named barrier"):
         gradients_agree(row, "bfloat16", inputs(rng, "bfloat16", 40, 40, 64, 64), {}, rng)
     emulator.compiled.cache_clear()

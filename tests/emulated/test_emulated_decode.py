@@ -1,4 +1,4 @@
-"""decode.cu on the CPU: parts of sequences, merged by whoever comes last."""
+"""decode.cu and latent_sm90.cu on the CPU: parts of sequences, merged by whoever comes last."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ sys.path[:0] = [str(Path(__file__).parent)]
 import emulator  # noqa: E402
 from emulator import emulated  # noqa: E402
 from judge import judge, standard_attention  # noqa: E402
+from latents import MANY, SIZES, latents  # noqa: E402
+from latents import WAYS as LATENT_WAYS  # noqa: E402
 
 import cupyflash  # noqa: E402
 from cupyflash import plan, variants  # noqa: E402
@@ -101,3 +103,45 @@ def test_packed_and_one_sequence_alone(row: Row, dtype: str, rng: np.random.Gene
             expected, _ = standard_attention(*[x.astype(np.float64) for x in arrays], dtype=np.float64, causal=True)
             standard, _ = standard_attention(*arrays, dtype=q.dtype, causal=True)
             judge(out[None, a:b], expected, standard, dtype=q.dtype, name="decode, packed")
+
+
+@pytest.mark.parametrize(
+    ("way", "sizes"),
+    [*((way, zip(SIZES, (3, 4, 2), strict=True)) for way in LATENT_WAYS), (LATENT_WAYS[0], zip(MANY, (20, 12), strict=True))],
+)
+def test_latent_heads(way: Any, sizes: Any, rng: np.random.Generator) -> None:
+    for size, num_sms in sizes:
+        for call in latents(rng, way, size):
+            with emulated(num_sms=num_sms):
+                out, lse, _ = cupyflash.attention_with_kvcache(
+                    call.q, call.cache, call.cache[..., : call.dv], return_lse=True, **call.options
+                )
+            assert [name.partition("__")[0] for name in emulator.ran[-2:]] == ["latent_sm90", "latent_merge"]
+            call.judge(out, lse)
+
+
+@pytest.mark.parametrize("where", ["query", "keys"])
+@pytest.mark.parametrize("d", [64, 576])
+def test_whoever_merges_sees_the_nan_of_a_part(d: int, where: str, rng: np.random.Generator) -> None:
+    """In a query, or in the keys of a part alone: the row goes the way out, which is not emulated (tests/gpu has what becomes of it)."""
+    make = lambda *shape: rng.standard_normal(shape).astype(np.float16)  # noqa: E731
+    q, k = make(1, 1, 4, d), make(1, 700, 1, d)
+    v = k[..., :512] if d == 576 else make(1, 700, 1, d)
+    (q[0, 0, 1] if where == "query" else k[0, 600:])[:] = np.nan
+    with emulated(num_sms=6), pytest.raises(AssertionError, match="left the range"):
+        cupyflash.attention_with_kvcache(q, k, v, cache_seqlens=np.array([700], np.int32), num_splits=3)
+
+
+def test_packed_queries_over_latent_heads(rng: np.random.Generator) -> None:
+    """With tokens of no sequence around them."""
+    make = lambda *shape: rng.standard_normal(shape).astype(np.float16)  # noqa: E731
+    q, k, lengths, cu_seqlens = make(6, 4, 576), make(2, 70, 1, 576), np.array([70, 9], np.int32), np.array([1, 4, 5], np.int32)
+    with emulated():
+        out = cupyflash.attention_with_kvcache(q, k, k[..., :512], cache_seqlens=lengths, cu_seqlens_q=cu_seqlens)
+    assert [name.partition("__")[0] for name in emulator.ran[-2:]] == ["latent_sm90", "latent_merge"]
+    assert (out[[0, 5]] == 0).all()
+    for b, (first, last) in enumerate(itertools.pairwise(cu_seqlens)):
+        arrays = [q[None, first:last], k[b : b + 1, : lengths[b]], k[b : b + 1, : lengths[b], :, :512]]
+        expected, _ = standard_attention(*[x.astype(np.float64) for x in arrays], dtype=np.float64, causal=True)
+        standard, _ = standard_attention(*arrays, dtype=q.dtype, causal=True)
+        judge(out[None, first:last], expected, standard, dtype=q.dtype, name="latent, packed")

@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 from judge import judge, standard_attention
-from on_gpu import LIBRARIES, Move, compile_ahead, nan_memory, needs, only, row_name
+from latents import MANY, SIZES, WAYS, latents
+from on_gpu import LIBRARIES, Move, compile_ahead, fits, nan_memory, needs, only, row_name
 
-from cupyflash import api, device, variants
+from cupyflash import api, attention_with_kvcache, device, launch, variants
 from cupyflash.variants import Row
 
 pytestmark = pytest.mark.gpu
@@ -109,6 +110,49 @@ def test_lengths_around_the_units_of_each_row(row: Row, dtype: str, rng: np.rand
             name = f"{row_name(row)} D={d} Sk={longest} {cache} {splits} {names}"
             judge(out, expected, standard, dtype=q.dtype, name=name)
             judge(lse, expected_lse, standard_lse, dtype=q.dtype, name=name, kind="lse")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["values_in_keys", "values_elsewhere"])
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_latent_heads(way: Any, library: str, elsewhere: bool, rng: np.random.Generator) -> None:
+    """Where values are columns of the keys by a kernel that reads them once, else by one warp a row."""
+    move, families = Move(library), []
+    launch_of = launch.launcher
+
+    def noted(schedule: Any, *more: Any) -> Any:
+        families.append(schedule.steps[0].variant.family)
+        return launch_of(schedule, *more)
+
+    (row,) = variants.LATENT
+    for size in (*SIZES, *MANY, (1, 128, (9000, 1, 700))):  # parts for each SM
+        for call in latents(rng, way, size):
+            (cache,) = move(call.cache)
+            values = move(call.cache[..., : call.dv].copy())[0] if elsewhere else cache[..., : call.dv]
+            options = {name: move(x)[0] if isinstance(x, np.ndarray) else x for name, x in call.options.items()}
+            with pytest.MonkeyPatch.context() as patch, nan_memory():
+                patch.setattr(launch, "launcher", noted)
+                out, lse, _ = attention_with_kvcache(*move(call.q), cache, values, return_lse=True, **options)
+            call.judge(move.back(out), move.back(lse))
+    assert set(families) == ({"latent_sm90"} if fits(row) and not elsewhere else {"fwd_simple"})
+
+
+@pytest.mark.parametrize("splits", [*SPLITS, {"num_splits": 1}], ids=str)
+@pytest.mark.parametrize(("batch", "d"), [(1, 64), (3, 64), (1, 576), (3, 576)])
+def test_nan_makes_nan_of_the_rows_that_see_it(batch: int, d: int, splits: dict[str, int], rng: np.random.Generator) -> None:
+    """In one query, or in the keys of a part alone, which may have no other weights: neither is taken for a part without keys."""
+    move, length = Move("cupy"), 5000
+    for where in ("query", "keys"):
+        q, k = rng.standard_normal((batch, 1, 4, d)), rng.standard_normal((batch, length, 1, d))
+        (q[0, 0, 1] if where == "query" else k[0, 4000:])[:] = np.nan
+        wanted = np.zeros((batch, 1, 4), bool)
+        wanted[0, 0, 1 if where == "query" else slice(None)] = True
+        q, cache = move(q.astype(np.float16), k.astype(np.float16))
+        lengths = move(np.full(batch, length, np.int32))[0]
+        with nan_memory():
+            out, lse, _ = attention_with_kvcache(q, cache, cache[..., : min(d, 512)], cache_seqlens=lengths, return_lse=True, **splits)
+        np.testing.assert_array_equal(np.isnan(move.back(out)), np.broadcast_to(wanted[..., None], out.shape), err_msg=where)
+        np.testing.assert_array_equal(np.isnan(move.back(lse)), wanted.swapaxes(1, 2), err_msg=where)
 
 
 FEW = [(1, 1, 8, 8), (1, 4, 32, 8), (3, 4, 8, 2), (1, 64, 2, 2), (1, 17, 6, 2)]  # (batch, query tokens, heads, key heads)

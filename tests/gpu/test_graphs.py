@@ -15,6 +15,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'c
 from on_gpu import LIBRARIES, TORCH, Move, few_sms  # noqa: E402
 
 import cupyflash  # noqa: E402
+from cupyflash import jit  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -183,9 +184,16 @@ def test_kf_093_the_first_call_of_a_process_inside_a_capture() -> None:
     assert run.stdout == "done\n", run.stderr
 
 
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this process, whichever tests have run in it."""
+    monkeypatch.setattr(jit, "_kernels", {})
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_kf_093_a_kernel_that_is_not_loaded_yet(rng: np.random.Generator, library: str) -> None:
-    """Nothing else here has these head dims with these options."""
+    """Calls of these shapes have not been made before, so none holds its kernels."""
     head_dim = {"cupy": 152, "torch": 136}[library]
     move = Move(library)
     values = rng.standard_normal((3, 1, 50, 2, head_dim)).astype(np.float16)
@@ -201,8 +209,8 @@ def test_kf_093_a_kernel_that_is_not_loaded_yet(rng: np.random.Generator, librar
     np.testing.assert_array_equal(move.back(out), move.attention(*values, softcap=3.0, sink=np.zeros(2, np.float32)))
 
 
+@pytest.mark.usefixtures("nothing_is_loaded")
 def test_kf_093_kernels_of_a_backward_that_are_not_loaded_yet(rng: np.random.Generator) -> None:
-    """Nothing else here asks for dk and dv alone of heads so wide."""
     move, graph = Move("torch"), Graph("torch")
     arrays = move(*backward_inputs(rng, 232))
 

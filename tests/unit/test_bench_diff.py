@@ -146,7 +146,7 @@ def test_fields_make_the_case_again(case):
     assert records.case_of(json.loads(json.dumps(report.case_fields(case)))) == case
 
 
-WITHOUT_CASES = {"h200-host.jsonl": "host", "h200-prefix.jsonl": "shared_prefix"}
+WITHOUT_CASES = {"h200-explain.jsonl": "explain", "h200-host.jsonl": "host", "h200-prefix.jsonl": "shared_prefix"}
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)

@@ -48,7 +48,7 @@ ALLOWED = {
     "plan": {"problem", "variants", "device"},
     "problem": set(),
     "reference": set(),
-    "sizes": {"arrays", "device", "keywords", "plan", "problem"},
+    "sizes": {"arrays", "device", "keywords", "plan", "problem", "variants"},
     "tensormap": set(),
     "variants": set(),
     # problem: names of what has a gradient; arrays: how results are stored, and those of a callback

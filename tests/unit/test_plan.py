@@ -243,7 +243,8 @@ def test_the_heads_of_a_causal_call_are_taken_so_that_blocks_get_equal_loads() -
             if (heads - 1) // section % 2 == n % 2:
                 row_block = row_blocks - 1 - row_block
             turn, place = divmod(tile, 132)
-            loads[131 - place if turn % 2 else place] += 1.5 + -(-min((row_block + 1) * c.block_m, length) // c.block_n)
+            last = length - (row_blocks - 1 - row_block) * c.block_m  # rows are counted from the last one up
+            loads[131 - place if turn % 2 else place] += 1.5 + -(-last // c.block_n)
         return max(loads) / (sum(loads) / 132)
 
     assert spread(64, 128, 256, 1024) > 1.04 > 1.02 > spread(None, 128, 256, 1024)
@@ -481,9 +482,10 @@ def test_decode_has_a_block_or_two_for_each_sm() -> None:
     assert planned(page_size=None).steps[-1].variant.flags == ("used",)
     assert planned(page_size=None, leftpad=True).steps[-1].variant.flags == ("paged", "used")
     assert planned(page_size=None, batch_idx=True).steps[-1].variant.flags == ("paged", "used")
-    assert planned(batch=128).steps[-1].grid == (264, 1, 1)  # more to begin and to end
+    assert planned(batch=128).steps[-1].grid == (256, 1, 1)  # more to begin and to end; 1024 tiles, four each
+    assert planned(batch=67).steps[-1].grid == (264, 1, 1)
     narrow = planned(cache_dtype="int8", page_size=None).steps[-1]
-    assert (narrow.variant.name, narrow.grid) == ("decode__bf16_d128__m16n32s3w4b2__cachedint8_used", (264, 1, 1))
+    assert (narrow.variant.name, narrow.grid) == ("decode__bf16_d128__m16n32s3w4b2__cachedint8_used", (256, 1, 1))
     assert planned(num_heads_q=36, num_heads_kv=6).section == 6
     assert planned(num_heads_q=37, num_heads_kv=37).section == 1  # a team of all would leave every fourth block without work
     assert planned(split_size=1000).splits == (16, 32 * 8 * 8)
@@ -519,7 +521,6 @@ def test_many_query_rows_over_a_cache_have_the_tiles_of_the_forward() -> None:
     assert families(num_splits=1) == ["fwd_sm90"]
     assert families(cache_dtype="int8") == few
     assert families(dtype="float32", cache_dtype="float32") == families(cache_dtype="int8", mask=True) == ["fwd_simple"]
-    assert families(head_dim=576, head_dim_v=512) == ["fwd_simple"]
     step = plan.cached(CacheProblem(problem(window_right=0), "bfloat16", None), KNOWN["90a"]).steps[-1]
     assert step.variant.flags == ("causal", "used")
     lengths = (100, 1 << 17)  # of the buffers; how much of them is in use is not known
@@ -558,6 +559,25 @@ def test_sections_of_packed_queries_count_the_keys_of_all_sequences() -> None:
     assert planned.tiles == (192, 0)
 
 
+def test_latent_heads_have_a_kernel_of_their_own_on_hopper() -> None:
+    latent = {"head_dim": 576, "head_dim_v": 512, "num_heads_q": 128, "num_heads_kv": 1, "values_in_keys": True}
+
+    def first(arch: str = "90a", **asked: Any) -> Any:
+        return planned_over_cache(KNOWN[arch], **latent | asked).steps[0]
+
+    step, merge = planned_over_cache(KNOWN["90a"], **latent, batch=2, seqlen_k=8192).steps
+    assert (step.variant.family, step.grid, step.threads) == ("latent_sm90", (132, 1, 1), 384)
+    assert (merge.variant.family, merge.threads, merge.grid, merge.smem_bytes) == ("latent_merge", 128, (1056, 1, 1), 0)
+    assert first(seqlen_q=200).variant.family == "latent_sm90"  # no tile of the forward is so wide
+    narrow = first(head_dim=320, head_dim_v=248).variant
+    assert (narrow.family, narrow.head_dim, narrow.head_dim_v) == ("latent_sm90", 320, 256)
+    for asked in (
+        *({"arch": "80"}, {"arch": "100"}, {"mask": True}, {"cache_dtype": "int8"}, {"head_dim": 570, "head_dim_v": 500}),
+        *({"aligned16": False}, {"head_dim": 320, "head_dim_v": 296}, {"values_in_keys": False}),
+    ):
+        assert first(**asked).variant.family == "fwd_simple", asked  # type: ignore[arg-type]
+
+
 def test_supports_and_warmup_answer_for_caches() -> None:
     asked: dict[str, Any] = {"head_dim": 128, "dtype": "bfloat16", "device": "sm_90a", "cached": True, "num_heads_q": 32, "num_heads_kv": 8}
     answer = cupyflash.supports(**asked, batch=32, seqlen_q=1, seqlen_k=4096, page_size=16, seqlen_new=1, rotary_dim=64, cache_dtype="int8")
@@ -567,7 +587,9 @@ def test_supports_and_warmup_answer_for_caches() -> None:
     answer = cupyflash.supports(**asked, batch=1, seqlen_q=1, seqlen_k=4096)
     assert answer.reason.startswith("decode_cluster__bf16_d128__m16n16s3w4b2c16__used: ")
     assert cupyflash.supports(**asked, seqlen_q=9, split_size=256, packed=True).variants[1].flags == ("packed", "paged", "splits", "used")
-    assert cupyflash.supports(**asked | {"head_dim": 576, "head_dim_v": 512}, seqlen_q=1).reason.startswith("fwd_simple__")
+    latent = asked | {"head_dim": 576, "head_dim_v": 512, "seqlen_q": 1}
+    assert cupyflash.supports(**latent).reason.startswith("latent_sm90__bf16_d576v512__m64n64s2w12b1__used: ")
+    assert cupyflash.supports(**latent | {"device": "sm_80"}).reason.startswith("fwd_simple__")
     assert cupyflash.supports(**asked | {"device": "host"}, page_size=7).reason.startswith("host__")
     for more, reason in (
         ({"wrt": ("q",)}, "attention over a cache takes no bias and has no gradient"),
