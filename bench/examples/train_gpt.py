@@ -166,14 +166,14 @@ def train_in_turns(config: Config, attentions: dict[str, Attention], *, steps: i
 
 
 def training(
-    config: Config, attention: Attention, *, steps: int, seed: int = 0, device: str = "cpu", compiled: bool = False
+    config: Config, attention: Attention, *, steps: int, seed: int = 0, device: str = "cpu", compiled: str | None = None
 ) -> Iterator[tuple[list[float], float]]:
-    """The losses of a turn and the milliseconds of a step in it, turn by turn."""
+    """The losses of a turn and the milliseconds of a step in it, turn by turn; `compiled` is a mode of torch.compile."""
     torch.manual_seed(seed)
     model: Any = GPT(config, attention).to(device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, start_factor=1 / WARMUP, total_iters=WARMUP)
-    forward = torch.compile(model) if compiled else model
+    forward = torch.compile(model, mode=compiled) if compiled else model
     data = [(tokens.to(device), targets.to(device)) for tokens, targets in rows(config, steps, seed)]
     for first in range(0, steps, TURN):
         turn = data[first : first + TURN]
@@ -187,7 +187,7 @@ def training(
             optimiser.step()
             optimiser.zero_grad()
             schedule.step()
-            losses.append(loss.detach())
+            losses.append(loss.detach().clone())  # in a CUDA graph the next step writes where this one did
         ms = (now(device) - start) / len(turn) * 1e3
         yield torch.stack(losses).tolist(), ms
 
@@ -224,7 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default=device)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    modes = ["default", "reduce-overhead"]
+    parser.add_argument(
+        "--compile", nargs="?", const="default", choices=modes, help="torch.compile it, with CUDA graphs by reduce-overhead"
+    )
     parser.add_argument("--deterministic", action="store_true", help="runs of cupyflash repeat bit by bit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the losses")
