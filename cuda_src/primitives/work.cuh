@@ -100,7 +100,8 @@ __device__ inline Work<C> row_work(const ForwardParams& p) {
     return Work<C>(p, tile.b(p.num_heads_q), tile.h(p.num_heads_q), tile.first, tile.sequence(p));
   } else {
     const int row_blocks = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-    return Work<C>(p, blockIdx.x / row_blocks, (row_blocks - 1 - blockIdx.x % row_blocks) * C::kBlockM);
+    const int row_block = row_blocks - 1 - blockIdx.x % row_blocks;  // as an int: else bwd_sm80_dq spills 8 bytes
+    return Work<C>(p, blockIdx.x / row_blocks, row_block * C::kBlockM);
   }
 }
 

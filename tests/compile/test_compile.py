@@ -266,7 +266,7 @@ def test_compiles_without_spills(
 
 def test_spills_are_explained_by_their_rows() -> None:
     for key in SPILLS:
-        (row,) = (r for r in (*FORWARD, *BACKWARD, *CACHED) if key_of(r) == key)
+        (row,) = (r for r in (*FORWARD, *BACKWARD, *CACHED, *LATENT) if key_of(r) == key)
         assert "spill" in row.why
     for key, num_bytes in SPILLS_ON_BLACKWELL.items():
         assert any(key_of(r) == key and f"{num_bytes} bytes" in r.why for r in (*BACKWARD, *DECODE))
