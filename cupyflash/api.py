@@ -721,7 +721,8 @@ def supports(
     wrt : with names, as in `attention_backward`, the question is about that call.
     cached : the question is about `attention_with_kvcache`, with room for seqlen_k keys a sequence: in pages of `page_size` if that is
         given, of `cache_dtype` if they are not of q's, where `seqlen_new` tokens a sequence are appended and `rotary_dim` dims rotated;
-        num_splits and split_size as there. With `packed`, queries have cu_seqlens_q.
+        num_splits and split_size as there. With `packed`, queries have cu_seqlens_q. Beyond head_dim 256 a narrower head_dim_v is taken for
+        the first columns of the keys (latent heads): values in memory of their own have another kernel.
 
     Returns
     -------

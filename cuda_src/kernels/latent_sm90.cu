@@ -4,15 +4,13 @@
 // Algorithm  The absorbed form of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): all query heads read one key
 //            head of latent and rotated columns, and V is its latent ones. So a key is read once, for both products.
 // Work       Shared out as in decode.cu, and merged by latent_merge.cu; a tile is 64 rows.
-// Threads    Warpgroup 0 copies, two warps a unit. The others have half of the columns of O each, since none has registers for all of O,
-// and
-//            take turns at the units: S and P of a unit are of one, O += P V is of both. While one has S or its exponentials the other has
-//            products.
+// Threads    Warpgroup 0 copies, two warps a unit. The others have half of the columns of O each, since none has registers for all of them,
+//            and take turns at the units: S and P of a unit are of one, O += P V is of both.
 // Turns      References pass from unit to unit: who has the next one takes those of the unit before, with its P. S and the largest scores
-//            need neither, and come first.
-// Smem       sQ; two units of keys, in whose place O lies at the end. P of a unit lies where its keys have columns that are no values: its
-// S
-//            is done by then. What a unit of 64 keys takes at D = 576 and 512: 72 kB of memory, which two tiles of 64 heads read, 1,800
+//            need neither, and come first. Who leads waits for the other's P when it has added its own unit: not later, since both
+//            units' room is needed for the next two.
+// Smem       sQ; two units of keys, in whose place O lies at the end. P of a unit lies where its keys have columns that are no values, once
+//            S is done. What a unit of 64 keys takes at D = 576 and 512: 72 kB of memory, which two tiles of 64 heads read, 1,800
 //            clocks of an SM's share of 4.7 TB/s; 2,200 of the tensor cores.
 // Way out    As decode.cu.
 #include "../primitives/parts.cuh"

@@ -443,6 +443,18 @@ def test_a_time_without_ncu(measuring, monkeypatch):
     assert run("--measure", "--cases", "acceptance").exit_code == 3
 
 
+def test_what_the_model_does_not_count_is_said():
+    """Under a mask, of keys that do not fit the L2, by the kernels of which bytes were counted so."""
+
+    def notes(**sizes):
+        return cupyflash.explain(**BF16 | {"head_dim": 128, "batch": 8, "seqlen_q": 4096, "num_heads_q": 16} | sizes).notes
+
+    wrt = ("q", "k", "v")
+    assert ["K and V were read" in note for note in notes(causal=True)] == [True]
+    assert ["a causal backward moved" in note for note in notes(window_size=(100, 0), wrt=wrt)] == [True]
+    assert notes() == notes(wrt=wrt) == notes(causal=True, batch=1) == notes(causal=True, device="a100") == ()
+
+
 def test_the_acceptance_cases():
     """Seven, whose results are past four times the L2 of an H200."""
     cases = explain_suite()
