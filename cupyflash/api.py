@@ -498,11 +498,12 @@ def _on_gpu(
     schedule = plan.forward(problem, device)
     numbers = (params.numbers(problem, operands, schedule.section, schedule.tiles, splits=schedule.splits),)
     maps = launch.maps_of(schedule, operands._asdict(), like.device_id)
-    packing = launch.Packing(params.pointers_given(operands, lse_view, **dict(schedule.workspaces)), numbers, params.FORWARD.size, *maps)
+    workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
+    packing = launch.Packing(params.pointers_given(operands, lse_view, **workspaces), numbers, params.FORWARD.size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
     allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)
-    make_workspaces = arrays.workspaces(schedule.workspaces, like) if schedule.workspaces else None
-    only_out = allocate_lse is None and make_workspaces is None
+    allocate_workspaces = [arrays.allocator(view, like) for view in workspaces.values()]
+    only_out = allocate_lse is None and not workspaces
     others = [n for n, name in enumerate(_NAMES[3:]) if n and getattr(operands, name) is not None]  # where in `rest`
 
     def compute(q: Array, k: Array, v: Array, rest: list[Any], out: Any) -> Any:
@@ -520,10 +521,10 @@ def _on_gpu(
         if allocate_lse is not None:
             lse_ptr, lse = allocate_lse(q[2])
             addresses += (lse_ptr,)
-        if make_workspaces is not None:
-            places, made = make_workspaces(q[2])
+        if allocate_workspaces:
+            made = [allocate(q[2]) for allocate in allocate_workspaces]
             arrays.keep_if_captured(made, like)
-            addresses += (*places,)
+            addresses += tuple([ptr for ptr, _ in made])
         queue(addresses)
         return out if lse is None else AttentionResult(out, lse)
 

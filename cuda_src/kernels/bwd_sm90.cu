@@ -48,10 +48,8 @@ struct Smem {
   alignas(8) unsigned long long keys_full[C::kKeyBuffers], keys_empty[C::kKeyBuffers];
   unsigned long long q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
   unsigned long long dq_full[2], dq_empty[2];
-  float* dq_to[2];  // where dq is added; null: there is no more
-  // Whose keys these are; -1: there are no more. Known before they are there, so that nobody need think when they are.
-  unsigned long long tile_full[C::kKeyBuffers];
-  int tile[C::kKeyBuffers];
+  float* dq_to[2];           // where dq is added; null: there is no more
+  int tile[C::kKeyBuffers];  // whose keys these are; -1: there are no more
   ListedTile listed[C::kPacked ? C::kKeyBuffers : 1];
   RawBarriers<C::kStages, C::kPacked> tails;
 };
@@ -74,19 +72,13 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
   if (threadIdx.x == 0) {
     int tile = blockIdx.x;
     for (int t = 0;; ++t) {
-      const int buffer = t % C::kKeyBuffers, parity = t / C::kKeyBuffers % 2 ^ 1;
-      if (tile >= tiles.count()) {
-        mbarrier_wait(smem_address(&smem.keys_empty[buffer]), parity);
-        smem.tile[buffer] = -1;
-        return mbarrier_arrive(smem_address(&smem.tile_full[buffer]));
-      }
+      const int buffer = t % C::kKeyBuffers;
+      mbarrier_wait(smem_address(&smem.keys_empty[buffer]), t / C::kKeyBuffers % 2 ^ 1);
+      smem.tile[buffer] = tile < tiles.count() ? tile : -1;
+      if (tile >= tiles.count()) return mbarrier_arrive(smem_address(&smem.keys_full[buffer]));
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);  // on its way while this one is copied
-      const auto found = tiles.find(tile);
-      const KeyWork<C> w = tiles.work(p.forward, found);
-      mbarrier_wait(smem_address(&smem.keys_empty[buffer]), parity);
-      smem.tile[buffer] = tile;
-      if constexpr (C::kPacked) smem.listed[buffer] = found;
-      mbarrier_arrive(smem_address(&smem.tile_full[buffer]));
+      if constexpr (C::kPacked) smem.listed[buffer] = tiles.list->tiles[tile];
+      const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
       load_keys<C>(maps, smem, w, buffer);
       load_rows<C>(p.forward, maps, smem, w, n);
       tile = next;
@@ -95,7 +87,7 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
     unsigned phases = 0;
     for (int t = 0;; ++t) {
       const int buffer = t % C::kKeyBuffers;
-      mbarrier_wait(smem_address(&smem.tile_full[buffer]), t / C::kKeyBuffers % 2);
+      mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
       const int tile = smem.tile[buffer];
       if (tile < 0) return;
       const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
@@ -227,11 +219,11 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     multiply_dq(n - 1);
   }
   wgmma_wait<0>();
-  release(smem.keys_empty[keys]);
   if (n > begin) {
     end_turn();
     add_rows<C>(p, smem, rdQ[0], w, head_before, row_before, g, added);
   }
+  release(smem.keys_empty[keys]);
 
   const int count = keys_of<C>(f, w.s) - key;
   const long long out_key = keys_before<C>(w.s) + key;
@@ -258,7 +250,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   if (g == 1) named_barrier_arrive(1, 256);  // the first turn is the other's
   for (int t = 0;; ++t) {
     const int buffer = uniform(t % C::kKeyBuffers);
-    mbarrier_wait(smem_address(&smem.tile_full[buffer]), t / C::kKeyBuffers % 2);
+    mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
     const int tile = uniform(smem.tile[buffer]);
     if (tile < 0) break;
     KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
@@ -278,7 +270,6 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
       w.s.len_q = uniform(w.s.len_q);
       w.s.len_k = uniform(w.s.len_k);
     }
-    mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
     zero_keys<C>(smem, w, buffer, 7);
     n = multiply<C>(p, smem, w, buffer, uniform(n), added);
   }

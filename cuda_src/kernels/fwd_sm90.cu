@@ -54,6 +54,11 @@ __device__ inline int batch_of(const Work<C>& w) {
   return C::kPacked ? 0 : w.b;
 }
 
+// Where 16 bytes of a row lie in panels.
+__device__ inline char* chunk_of(char* panels, int panel_bytes, int row, int chunk) {
+  return panels + chunk / 8 * panel_bytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+}
+
 // Blocks of keys that other warpgroups multiply: waited for and released.
 template <class C>
 __device__ inline void skip(Smem<C>& smem, Ring<C::kStages>& k, int count) {
@@ -293,8 +298,8 @@ __device__ inline bool have_reference(const RowState<1>& state) {
 }
 
 // Scope: warp. O of the rows that lie in panels, 8 where they are all that fits, as far as they are of the sequence.
-template <class T, class C>
-__device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char* panels, int row) {
+template <class C>
+__device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char* panels, int panel_bytes, int row) {
   constexpr int kRows = C::kOwnOut ? 8 : 16, kChunks = C::kHeadDimV / 8;
   auto* const out = static_cast<typename C::Out*>(p.out) + batch_of<C>(w) * p.out_stride_batch + w.h * p.out_stride_head +
                     (rows_before<C>(w.s) + row) * p.out_stride_seq;
@@ -304,7 +309,7 @@ __device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char*
   for (int n = before + threadIdx.x % 32; n < count; n += 32) {
     const int chunk = n % kChunks;
     if (8 * chunk < p.head_dim_v) {
-      const auto& from = *reinterpret_cast<const unsigned (*)[4]>(panels + T::at(n / kChunks, chunk));
+      const auto& from = *reinterpret_cast<const unsigned (*)[4]>(chunk_of(panels, panel_bytes, n / kChunks, chunk));
       global_store_16(out + n / kChunks * p.out_stride_seq + 8 * chunk, from);
     }
   }
@@ -323,7 +328,7 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
         p, w, rO, state, warp_row,
         [&](int row, int column, Pair<typename C::Out> pair) { store_pair<C>(p, w, w.row + warp_row + row, column, pair); }, [](int) {});
   } else {
-    using TileRows = typename Choice<C::kOwnOut, typename Smem<C>::TileO, typename Smem<C>::TileQ>::Type;
+    constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
     char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
     // Boxes of 8 or 16 rows must not reach into the next sequence, nor may they begin before row 0, which to the accelerator is an illegal
     // instruction where it writes, not where it reads: there lanes copy what is of this one. (To leave each pair of elements to one or the
@@ -341,18 +346,18 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
         p, w, rO, state, warp_row,
         [&](int row, int column, Pair<typename C::Out> pair) {
           if constexpr (C::kOwnOut) row %= 8;
-          *reinterpret_cast<Pair<typename C::Out>*>(rows + TileRows::at(row, column / 8) + column % 8 * 2) = pair;
+          *reinterpret_cast<Pair<typename C::Out>*>(chunk_of(rows, kPanelBytes, row, column / 8) + column % 8 * 2) = pair;
         },
         [&](int half) {
           if (!C::kOwnOut && half == 0) return;
-          if (kRagged && !whole) return copy_rows<TileRows>(p, w, rows, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
+          if (kRagged && !whole) return copy_rows<C>(p, w, rows, kPanelBytes, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
           fence_async_proxy();
           __syncwarp();
           if (thread % 32 == 0) {
 #pragma unroll
             for (int n = 0; n < (C::kHeadDimV + 63) / 64; ++n) {
               const int row = w.row + warp_row + (C::kOwnOut ? 8 * half : 0);
-              tma_store(smem_address(rows + n * TileRows::kPanelBytes), &map, 64 * n, rows_before<C>(w.s) + row, w.h, batch_of<C>(w));
+              tma_store(smem_address(rows + n * kPanelBytes), &map, 64 * n, rows_before<C>(w.s) + row, w.h, batch_of<C>(w));
             }
           }
           bulk_commit();  // by all lanes, which keeps them together; most batches are empty

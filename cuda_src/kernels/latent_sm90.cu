@@ -8,8 +8,7 @@
 //            and take turns at the units: S and P of a unit are of one, O += P V is of both.
 // Turns      References pass from unit to unit: who has the next one takes those of the unit before, with its P. S and the largest scores
 //            need neither, and come first. Who leads waits for the other's P when it has added its own unit: not later, since both
-//            units' room is needed for the next two. S of these is computed as their panels come, three at a time, in the time that
-//            memory needs.
+//            units' room is needed for the next two.
 // Smem       sQ; two units of keys, in whose place O lies at the end. P of a unit lies where its keys have columns that are no values, once
 //            S is done. What a unit of 64 keys takes at D = 576 and 512: 72 kB of memory, which two tiles of 64 heads read, 1,800
 //            clocks of an SM's share of 4.7 TB/s; 2,200 of the tensor cores.
@@ -32,9 +31,8 @@ struct SmemOfAll {
     float out[1][C::kBlockM][kPitch];
   };
   float reference[1][C::kBlockM], sum[1][C::kBlockM];
-  float told[2][C::kBlockM], sums[2][C::kBlockM];          // of each warpgroup: references with its last unit; its weights
-  static constexpr int kGroups = (TileK::kCount + 2) / 3;  // of panels, which come one after the other
-  alignas(8) unsigned long long full[2][kGroups], empty[2];
+  float told[2][C::kBlockM], sums[2][C::kBlockM];  // of each warpgroup: references with its last unit; its weights
+  alignas(8) unsigned long long full[2], empty[2];
   Shared<C> shared;
 };
 
@@ -56,10 +54,9 @@ struct LatentKeys {
     const int key = first_key(unit) + threadIdx.x % 32;
     page = C::kPaged && unit < g.last_unit && exists(key) ? page_of(p, g.b, key) : 0;
   }
-  // The warp's keys of a unit, panel by panel, each group of which says when it is there; its next unit is the one after the next.
-  __device__ void load(int unit, char* tile, unsigned long long (&full)[Smem<C>::kGroups]) {
+  // The warp's keys of a unit; its next one is the one after the next.
+  __device__ void load(int unit, char* tile) {
     using T = typename Smem<C>::TileK;
-    constexpr int kTimes = kOwn / 4;  // four keys at a time
     const int lane = threadIdx.x % 32, key = first_key(unit), own = key + lane;
     const auto* from = static_cast<const Element*>(p.k) + g.h_kv * p.k_stride_head;
     if constexpr (C::kPaged) {
@@ -68,24 +65,19 @@ struct LatentKeys {
     } else {
       from += (C::kPacked ? 0 : g.b) * p.k_stride_batch + (keys_before<C>(e.s) + own) * p.k_stride_seq;
     }
-    const Element* begin[kTimes];
-    int bytes[kTimes];
-#pragma unroll
-    for (int n = 0; n < kTimes; ++n) {
+#pragma unroll 2
+    for (int n = 0; n < kOwn / 4; ++n) {
       const int row = 4 * n + lane / 8;
-      begin[n] = reinterpret_cast<const Element*>(__shfl_sync(kWarp, reinterpret_cast<unsigned long long>(from), row)) + 8 * (lane % 8);
-      bytes[n] = exists(key + row) ? 16 : 0;
-    }
-    const unsigned to = smem_address(tile) + threadIdx.x / 32 % 2 * (kOwn * 128);
-#pragma unroll 1
-    for (int panel = 0; panel < T::kCount; ++panel) {
-      const bool within = 64 * panel + 8 * (lane % 8) < p.head_dim;
+      const auto* const begin = reinterpret_cast<const Element*>(__shfl_sync(kWarp, reinterpret_cast<unsigned long long>(from), row));
+      const bool there = exists(key + row);
 #pragma unroll
-      for (int n = 0; n < kTimes; ++n) {
-        cp_async_16(to + panel * T::kPanelBytes + T::at(4 * n + lane / 8, lane % 8), begin[n] + 64 * panel, within ? bytes[n] : 0);
+      for (int panel = 0; panel < T::kCount; ++panel) {
+        const int chunk = 8 * panel + lane % 8;
+        cp_async_16(smem_address(tile + T::at(threadIdx.x / 32 % 2 * kOwn + row, chunk)), begin + 8 * chunk,
+                    there && 8 * chunk < p.head_dim ? 16 : 0);
       }
-      if (panel % 3 == 2 || panel == T::kCount - 1) cp_async_arrive(smem_address(&full[panel / 3]));
     }
+    cp_async_commit();
   }
 };
 
@@ -97,20 +89,12 @@ __device__ inline void copy_units(const ForwardParams& p, const Extent<C>& e, co
 #pragma unroll 1
   for (int i = first; i < g.last_unit - g.unit; i += 2) {
     mbarrier_wait(smem_address(&smem.empty[buffer]), (done + i) / 2 % 2 ^ 1);
-    keys.load(g.unit + i, smem.keys[buffer], smem.full[buffer]);
+    keys.load(g.unit + i, smem.keys[buffer]);
+    cp_async_wait<0>();
+    fence_async_proxy();
+    __syncwarp();
+    release(smem.full[buffer]);
   }
-}
-
-// Scope: warpgroup. S of the unit in a buffer, queued group by group as they come.
-template <class C, int kGroup>
-__device__ inline void multiply_keys(Smem<C>& smem, float (&rS)[1][C::kBlockN / 8][4], unsigned q, unsigned k, int buffer, int parity) {
-  constexpr int kFirst = 192 * kGroup, kLast = kFirst + 192 < C::kHeadDim ? kFirst + 192 : C::kHeadDim;
-  mbarrier_wait(smem_address(&smem.full[buffer][kGroup]), parity);
-  fence_async_proxy();
-  wgmma_fence();
-  issue_qk<typename C::Element, C::kBlockM, C::kBlockN, kLast, kFirst>(rS, q, k);
-  wgmma_commit();
-  if constexpr (kLast < C::kHeadDim) multiply_keys<C, kGroup + 1>(smem, rS, q, k, buffer, parity);
 }
 
 // Scope: the warpgroups that multiply. All units of a segment; O, references and sums go to shared memory.
@@ -162,7 +146,10 @@ __device__ inline void multiply_units(const ForwardParams& p, const Extent<C>& e
   for (int i = first; i < count; i += 2) {
     const unsigned sQ = uniform(smem_address(smem.q)), sK = uniform(smem_address(smem.keys[own]));
     float rS[1][kKeys / 8][4], top[2];
-    multiply_keys<C, 0>(smem, rS, sQ, sK, own, (done + i) / 2 % 2);
+    mbarrier_wait(smem_address(&smem.full[own]), (done + i) / 2 % 2);
+    wgmma_fence();
+    issue_qk<Element, kRows, kKeys, C::kHeadDim>(rS, sQ, sK);
+    wgmma_commit();
     wgmma_wait<0>();
     score_keys<C>(p, e, rows, nullptr, (g.unit + i) * kKeys, rS, top);
     if (leads) {
@@ -264,8 +251,8 @@ extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 1) latent_sm90
   auto& smem = *reinterpret_cast<cupyflash::Smem<Config>*>(dynamic_smem);
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n) {
-      for (auto& full : smem.full[n]) cupyflash::mbarrier_init(cupyflash::smem_address(&full), 64);  // threads of the warps that copy
-      cupyflash::mbarrier_init(cupyflash::smem_address(&smem.empty[n]), 8);                          // warps that multiply
+      cupyflash::mbarrier_init(cupyflash::smem_address(&smem.full[n]), 2);   // the warps that copy
+      cupyflash::mbarrier_init(cupyflash::smem_address(&smem.empty[n]), 8);  // those that multiply
     }
     cupyflash::mbarrier_init_fence();
   }

@@ -46,7 +46,6 @@ struct KeyTiles {
   }
 
   __device__ long long count() const { return static_cast<long long>(key_blocks) * heads; }
-  __device__ int find(int tile) const { return tile; }
 
   __device__ KeyWork<C> work(const ForwardParams& f, int tile) const {
     const int n = tile / (section * key_blocks), inside = tile % (section * key_blocks);
@@ -64,7 +63,6 @@ struct ListedKeyTiles {
 
   __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)) {}
   __device__ long long count() const { return list->count; }
-  __device__ ListedTile find(int tile) const { return list->tiles[tile]; }
   static __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& tile) {
     return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f));
   }
@@ -130,7 +128,6 @@ __device__ inline void begin(const TensorMaps& maps, M& smem) {
       if constexpr (C::kPacked) mbarrier_init(smem_address(&smem.tails.raw[n]), 2);  // Q and dO
     }
     if constexpr (C::kBlockN == 128) {
-      for (auto& full : smem.tile_full) mbarrier_init(smem_address(&full), 1);
       for (int g = 0; g < 2; ++g) {
         mbarrier_init(smem_address(&smem.dq_full[g]), 4);  // the warps of a warpgroup
         mbarrier_init(smem_address(&smem.dq_empty[g]), 1);

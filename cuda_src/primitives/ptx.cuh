@@ -22,12 +22,6 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Arrives at an mbarrier when all that this thread has queued so far is there, and lets it go on; counted among those the barrier was
-// initialised for. Who waits and then has the tensor cores read it must call fence_async_proxy in between.
-__device__ inline void cp_async_arrive(unsigned barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Scope: warp. Four 8x8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8. Volatile orders it against the
 // barriers; a memory clobber would keep plain loads in place around it as well.
 __device__ inline void ldmatrix_x4(unsigned (&r)[4], unsigned smem) {

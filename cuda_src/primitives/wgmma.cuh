@@ -24,13 +24,12 @@ __device__ inline unsigned long long descriptor(unsigned smem, int panel_bytes) 
   return (smem & 0x3ffff) >> 4 | static_cast<unsigned long long>(panel_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// S (64 x kKeys) = Q K^T, both in shared memory, queued; q is the address of the warpgroup's first row. Of columns up to kLast;
-// from kFirst on, where S has those before it already.
-template <class Element, int kRows, int kKeys, int kLast, int kFirst = 0>
+// S (64 x kKeys) = Q K^T, both in shared memory, queued; q is the address of the warpgroup's first row.
+template <class Element, int kRows, int kKeys, int kWidth>
 __device__ inline void issue_qk(float (&rS)[1][kKeys / 8][4], unsigned q, unsigned k) {
   const unsigned long long a = descriptor(q, 16), b = descriptor(k, 16);
 #pragma unroll
-  for (int n = kFirst / 16; n < kLast / 16; ++n) {
+  for (int n = 0; n < kWidth / 16; ++n) {
     const int panel = n / 4, step = n % 4 * 2;  // 32 bytes, in units of 16
     wgmma_ss(rS[0], a + (panel * (kRows * 128 >> 4) + step), b + (panel * (kKeys * 128 >> 4) + step), n > 0, Element{});
   }

@@ -267,12 +267,9 @@ std::string run(int blocks, int threads, Kernel kernel) {
 inline void __syncthreads() { emulated::whole_block.sync(static_cast<int>(emulated::fibers.size()), "__syncthreads"); }
 inline void __threadfence() {}
 inline void __syncwarp(unsigned = 0) { emulated::sync_warp(); }
-// Lanes come to no place together unless a mask says so: each is alone.
-inline unsigned __activemask() { return 1u << threadIdx.x % 32; }
-inline unsigned __match_any_sync(unsigned mask, int) { return mask; }
 template <class T>
-T __shfl_sync(unsigned mask, T x, int lane) {
-  return mask == __activemask() ? x : emulated::of_lane(x, lane % 32);
+T __shfl_sync(unsigned, T x, int lane) {
+  return emulated::of_lane(x, lane % 32);
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
@@ -327,5 +324,4 @@ inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
 inline double __longlong_as_double(long long x) { return bits_of<double>(x); }
 inline float __fmul_rn(float x, float y) { return x * y; }  // compiled without contraction, as all here
 inline double __dmul_rn(double x, double y) { return x * y; }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }

@@ -170,14 +170,6 @@ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   auto& b = phase_barrier(barrier);
   emulated::wait_until([&] { return b.phase != parity; }, "an mbarrier");
 }
-inline void cp_async_arrive(unsigned barrier) {
-  std::vector<emulated::Copy> mine = std::move(emulated::current->group);
-  emulated::current->group.clear();
-  emulated::queue(emulated::kLateLoads, emulated::copies, [=] {
-    for (const auto& copy : mine) carry_out(copy);
-    mbarrier_arrive(barrier);
-  });
-}
 inline void named_barrier_sync(int barrier, int threads) { emulated::named[barrier].sync(threads, "a named barrier"); }
 inline void named_barrier_arrive(int barrier, int threads) { emulated::named[barrier].arrive(threads); }
 template <int kCount>
