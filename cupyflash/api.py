@@ -498,12 +498,11 @@ def _on_gpu(
     schedule = plan.forward(problem, device)
     numbers = (params.numbers(problem, operands, schedule.section, schedule.tiles, splits=schedule.splits),)
     maps = launch.maps_of(schedule, operands._asdict(), like.device_id)
-    workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
-    packing = launch.Packing(params.pointers_given(operands, lse_view, **workspaces), numbers, params.FORWARD.size, *maps)
+    packing = launch.Packing(params.pointers_given(operands, lse_view, **dict(schedule.workspaces)), numbers, params.FORWARD.size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
     allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)
-    allocate_workspaces = [arrays.allocator(view, like) for view in workspaces.values()]
-    only_out = allocate_lse is None and not workspaces
+    make_workspaces = arrays.workspaces(schedule.workspaces, like) if schedule.workspaces else None
+    only_out = allocate_lse is None and make_workspaces is None
     others = [n for n, name in enumerate(_NAMES[3:]) if n and getattr(operands, name) is not None]  # where in `rest`
 
     def compute(q: Array, k: Array, v: Array, rest: list[Any], out: Any) -> Any:
@@ -521,10 +520,10 @@ def _on_gpu(
         if allocate_lse is not None:
             lse_ptr, lse = allocate_lse(q[2])
             addresses += (lse_ptr,)
-        if allocate_workspaces:
-            made = [allocate(q[2]) for allocate in allocate_workspaces]
+        if make_workspaces is not None:
+            places, made = make_workspaces(q[2])
             arrays.keep_if_captured(made, like)
-            addresses += tuple([ptr for ptr, _ in made])
+            addresses += (*places,)
         queue(addresses)
         return out if lse is None else AttentionResult(out, lse)
 

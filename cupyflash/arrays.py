@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import itertools
 import math
 import os
 import sys
@@ -496,6 +497,19 @@ def allocator(made: ArrayView, like: ArrayView) -> Allocator:
     return makers.get(made.library, _numpy_allocator)(made, like)
 
 
+def workspaces(sizes: Sequence[tuple[str, int]], like: ArrayView) -> Callable[[Any], tuple[list[int], Any]]:
+    """What makes all workspaces of a call, of (name, bytes): their addresses, and the one array that they lie in, each from a multiple of
+    256 bytes on. An array for each would take the host 1 to 2 us more, and a backward has five."""
+    *places, num_bytes = itertools.accumulate((-(-n // 256) * 256 for _, n in sizes), initial=0)
+    allocate = allocator(fresh(like, (num_bytes,), "uint8"), like)
+
+    def make(owner: Any) -> tuple[list[int], Any]:
+        ptr, made = allocate(owner)
+        return [ptr + place for place in places], made
+
+    return make
+
+
 def empty(like: ArrayView, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None) -> ArrayView:
     made = fresh(like, shape, dtype, order)
     ptr, owner = allocator(made, like)(like.owner)
@@ -657,10 +671,10 @@ def is_capturing(like: ArrayView) -> bool:
 _captured: list[Any] = []
 
 
-def keep_if_captured(workspaces: Any, like: ArrayView) -> None:
+def keep_if_captured(made: Any, like: ArrayView) -> None:
     """Hold the workspaces of a call until the process ends, if the call is recorded into a CUDA graph whose replays write there again."""
     if like.library not in ("torch", "xla") and is_capturing(like):
-        _captured.append(workspaces)
+        _captured.append(made)
 
 
 def stream_handle(stream: Any) -> int:

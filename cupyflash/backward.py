@@ -243,7 +243,6 @@ def _on_gpu(
     like = views["q"]
     device = query(like.device_id)
     schedule = plan.backward(problem, device)
-    workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
     numbers = (
         params.numbers(problem.forward, operands, schedule.section, schedule.tiles),
         params.backward_numbers(problem, more, schedule.sum_width),
@@ -253,9 +252,9 @@ def _on_gpu(
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
     host_vectors = [n for n, name in enumerate(_NAMES) if name in views and views[name].device_id != like.device_id]
     made_results = [(name, _NAMES.index(name) if name in _NAMES else -1, arrays.allocator(x, like)) for name, x in results.items()]
-    allocate_workspaces = [arrays.allocator(x, like) for x in workspaces.values()]
+    make_workspaces = arrays.workspaces(schedule.workspaces, like)
     # Addresses as they are found in a call, one behind the other; the first is that of what is not there.
-    order = ["", *[name if name not in results else "" for name in _NAMES], *results, *workspaces]
+    order = ["", *[name if name not in results else "" for name in _NAMES], *results, *dict(schedule.workspaces)]
     places = {name: n for n, name in enumerate(order) if name}
     of_forward = operator.itemgetter(*[places.get(name, 0) for name in params.POINTER_NAMES])
     of_backward = operator.itemgetter(*[places.get(name, 0) for name in params.BACKWARD_POINTER_NAMES])
@@ -269,9 +268,9 @@ def _on_gpu(
         for name, n, allocate in made_results:
             ptr, *_, gradients[name] = (given[n] if n >= 0 else None) or allocate(owner)
             addresses.append(ptr)
-        made = [allocate(owner) for allocate in allocate_workspaces]
+        places, made = make_workspaces(owner)
         arrays.keep_if_captured(made, like)
-        addresses += [ptr for ptr, _ in made]
+        addresses += places
         queue(of_forward(addresses), params.backward_pointers(of_backward(addresses)))
         return Gradients(**gradients)
 

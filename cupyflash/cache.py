@@ -242,7 +242,7 @@ def _on_gpu(
         problem = problem._replace(attention=problem.attention._replace(seqlen_k=0))
     device = query(like.device_id)
     schedule = plan.cached(problem, device)
-    workspaces = {name: arrays.fresh(like, (num_bytes,), "uint8") for name, num_bytes in schedule.workspaces}
+    workspaces = dict(schedule.workspaces)
     appends = "used_k" in workspaces
     descales = problem.k_descale, problem.v_descale
     seen, pages = _left_for_attention(problem, operands, more, like, workspaces)
@@ -257,7 +257,7 @@ def _on_gpu(
     packing = launch.Packing("Q" * len(params.POINTER_NAMES), numbers, (params.CACHE if appends else params.FORWARD).size, *maps)
     queue = launch.launcher(schedule, packing, device, like.device_id, arrays.stream_reader(like))
     allocate_out, allocate_lse = arrays.allocator(out_view, like), lse_view and arrays.allocator(lse_view, like)
-    allocators = [(name, arrays.allocator(view, like)) for name, view in workspaces.items()]
+    make_workspaces = arrays.workspaces(schedule.workspaces, like) if workspaces else None
     # Where the addresses of both structs come from: names of arrays and workspaces.
     others = {
         "q": "rotated_q" if "rotated_q" in workspaces else "q",
@@ -280,11 +280,10 @@ def _on_gpu(
             addresses["out"], out = allocate_out(q)
         if allocate_lse is not None:
             addresses["lse"], lse = allocate_lse(q)
-        for name, allocate in allocators:
-            addresses[name], owner = allocate(q)
-            made.append(owner)
-        if allocators:
-            arrays.keep_if_captured(made, like)
+        if make_workspaces is not None:
+            found, owner = make_workspaces(q)
+            addresses.update(zip(workspaces, found, strict=True))
+            arrays.keep_if_captured([*made, owner], like)
         of_append = params.cache_pointers([addresses.get(name, 0) for name in sources_of_append]) if appends else b""
         queue(tuple([addresses.get(name, 0) for name in sources]), of_append)
         return out, lse
@@ -293,7 +292,7 @@ def _on_gpu(
 
 
 def _left_for_attention(
-    problem: CacheProblem, operands: Operands, more: CacheOperands, like: ArrayView, workspaces: Mapping[str, ArrayView]
+    problem: CacheProblem, operands: Operands, more: CacheOperands, like: ArrayView, workspaces: Mapping[str, int]
 ) -> tuple[Operands, CacheOperands]:
     """The operands of a call as the attention reads them: the kernel before it leaves queries, lengths and left padding in workspaces."""
     vector = arrays.fresh(like, (problem.attention.batch,), "int32")

@@ -244,7 +244,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "row_sink": row_bytes if sinks else 0,
         "row_reference": row_bytes if tiled else 0,
         "dq_sum": batches * p.num_heads_q * _sum_rows(p) * variant.head_dim * 4 if sums_q else 0,
-        "next_tile": 4 if variant.family == "bwd_sm90" else 0,
+        "next_tile": 4 if isinstance(variant.config, BwdSm90Config) else 0,
     }
     tiles = (0, 0)
     if p.packed and tiled and any(tiles := _listed(gradients)):
@@ -480,7 +480,7 @@ def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, n
     launches: list[_Launch] = []
     if {"k", "v"}.intersection(problem.wrt):
         blocks = batches * p.num_heads_kv * _num_blocks(p, p.seqlen_k, c.block_n)
-        if variant.family == "bwd_sm90":  # a block for each SM, which takes tile after tile
+        if isinstance(c, BwdSm90Config):  # a block for each SM, which takes tile after tile
             blocks = min(_grid(variant, blocks), num_sms)
         adds = sums_q and isinstance(c, BwdConfig)  # the others always do
         launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))

@@ -8,6 +8,7 @@ Where torch has to see the call (torch.compile, torch.export, fake tensors, torc
 from __future__ import annotations
 
 import collections
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -592,10 +593,23 @@ def _named(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
     return given
 
 
+def _without_gradients(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.no_grad` but for 2 us of each call in code of torch.compile, which runs without gradients anyway."""
+
+    @functools.wraps(compute)
+    def call(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute(*args)
+        with torch.no_grad():
+            return compute(*args)
+
+    return call
+
+
 def _operator(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """What an operator of a forward does."""
 
-    @torch.no_grad()
+    @_without_gradients
     def compute(*args: Any) -> tuple[Any, Any]:
         given = _named(name, args)
         given.pop("deterministic", None)
@@ -668,7 +682,7 @@ def _call_backward(
     return dict(zip([name for name in DIFFERENTIABLE if needed.get(name)], grads, strict=True))
 
 
-@torch.no_grad()
+@_without_gradients
 def _backward(*args: Any) -> list[Any]:
     given = _named("attention_backward", args)
     wrt = tuple(name for name, wanted in zip(DIFFERENTIABLE, given.pop("wanted"), strict=True) if wanted)

@@ -235,12 +235,12 @@ class Variant(NamedTuple):
             queries = c.stages_q * c.block_m * _panel_bytes(self.head_dim)
             results = c.block_m // 2 * _panel_bytes(self.head_dim_v) if c.own_out else 1024  # 8 rows a warp of 16
             works = 3 * 80 if "packed" in self.flags else 2 * 64  # Work in work.cuh
-            return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages) + works) // 1024) * 1024
+            return -(-(queries + keys + results + 8 * (2 * c.stages_q + 4 * c.stages + 1) + works) // 1024) * 1024
         if isinstance(c, BwdSm90Config):  # as above; dS, P of wide heads, LSE and delta, barriers
             operands = (c.key_buffers * c.block_n + c.stages * c.block_m) * (_panel_bytes(self.head_dim) + _panel_bytes(self.head_dim_v))
             weights = (2 if c.wide or c.key_buffers == 2 else 3) * c.block_m * _panel_bytes(c.block_n) + c.wide * c.block_m * c.block_n * 4
             sums = 0 if c.wide else 4 * c.block_m * self.head_dim
-            rest = c.stages * c.block_m * 2 * 4 + 8 * (2 * c.key_buffers + 4 * c.stages + 7)
+            rest = c.stages * c.block_m * 2 * 4 + 8 * (3 * c.key_buffers + 4 * c.stages + 7)
             return -(-(operands + weights + sums + rest) // 1024) * 1024
         if c is None or isinstance(c, SimpleConfig) or self.family == "latent_merge":
             return 0
@@ -459,12 +459,12 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 # bwd_sm80 may launch bwd_sm80_dq, bwd_sm80_dbias and bwd_convert besides. Of one width the first that fits the shared memory: 228 kB an SM
 # (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120). TFLOP/s as above, without a mask and under a causal one.
 BACKWARD = (
-    # Their spills are where a key is computed again.
+    # Their spills are in the thread that copies, which has 24 registers, in what a tile begins with, and where a key is computed again.
     _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2, 2), "at S = 1024 406 and 306; 386 and 278 for one buffer; spills", 2048),
     _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2), "533 and 530, 517 and 503 for two key buffers; cuDNN 434 and 412; spills"),
     _bwd_sm90("bwd_sm90", 128, BwdSm90Config(64, 128, 2), "611 and 598; at S = 1024 453 and 334; cuDNN 538, 519, 410 and 303; spills"),
-    _bwd_sm90("bwd_sm90_wide", 192, BwdSm90Config(64, 64, 3), "513 and 509; FA2 255 and 269; 226 kB"),
-    _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "420 and 386; at S = 1024 330 and 249; cuDNN 353 and 388; spills 8 bytes"),
+    _bwd_sm90("bwd_sm90_wide", 192, BwdSm90Config(64, 64, 3), "513 and 509; FA2 255 and 269; 226 kB; spills"),
+    _bwd_sm90("bwd_sm90_wide", 256, BwdSm90Config(64, 64, 2), "causal 438; at S = 1024 343 and 271; cuDNN 383, 295 and 247; spills"),
     _bwd_sm80(32, 80, False, "m128n64s2w4g242b2", "m128n48s2w4b2", "not measured"),
     _bwd_sm80(64, 90, False, "m64n64s2w4g222b3", "m128n32s2w4b2", "298 and 288; 290 and 281 for two blocks an SM; FA2 288 and 276"),
     _bwd_sm80(64, 80, False, "m64n64s2w4g222b2", "m128n32s2w4b2", "not measured"),

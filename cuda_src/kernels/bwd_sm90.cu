@@ -11,7 +11,7 @@
 //            The other two have 64 keys each of S, dP, dK and dV; of dQ each has half: of the columns, or of the rows of a block of 128.
 // Turns      The two multiply S and dP when they like, but dV, dQ and dK in turn, so that the exponentials of one lie under the products of
 //            the other. dQ needs dS of both, so it is that of the row block before, and of the last one when the walk is over: nobody waits
-//            for the other's dS. 1.06 to 1.14 times cuDNN at D = 128, S = 16k, 1.00 to 1.15 under a causal mask, 1.11 to 1.23 at D = 64.
+//            for the other's dS. From 1k on 1.13 to 1.17 times cuDNN at D = 128, 1.17 to 1.25 under a causal mask, 1.18 to 1.37 at D = 64.
 // Smem       K and V, twice for short walks; kStages tiles of Q and of dO with their vectors; dS twice or three times.
 // dQ         Leaves through shared memory, from where the accelerator adds it to dq_sum, in no fixed order; bwd_convert makes dQ of it.
 // Edges      Rows past Sq are zeros with LSE = +inf: P = 0. Keys past their used length are masked.
@@ -48,53 +48,18 @@ struct Smem {
   alignas(8) unsigned long long keys_full[C::kKeyBuffers], keys_empty[C::kKeyBuffers];
   unsigned long long q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
   unsigned long long dq_full[2], dq_empty[2];
-  float* dq_to[2];           // where dq is added; null: there is no more
-  int tile[C::kKeyBuffers];  // whose keys these are; -1: there are no more
-  ListedTile listed[C::kPacked ? C::kKeyBuffers : 1];
+  float* dq_to[2];  // where dq is added; null: there is no more
+  TilesInTurn<C> tiles;
   RawBarriers<C::kStages, C::kPacked> tails;
 };
-
-// The tile whose keys are in a buffer.
-template <class C>
-__device__ inline KeyWork<C> work_in(const ForwardParams& f, const Smem<C>& smem, int buffer, int tile) {
-  if constexpr (C::kPacked) {
-    return KeyTilesOf<C>::work(f, smem.listed[buffer]);
-  } else {
-    return KeyTilesOf<C>(f).work(f, tile);
-  }
-}
 
 // Scope: the warpgroup that copies.
 template <class C>
 __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  const KeyTilesOf<C> tiles(p.forward);
-  int n = 0;
   if (threadIdx.x == 0) {
-    int tile = blockIdx.x;
-    for (int t = 0;; ++t) {
-      const int buffer = t % C::kKeyBuffers;
-      mbarrier_wait(smem_address(&smem.keys_empty[buffer]), t / C::kKeyBuffers % 2 ^ 1);
-      smem.tile[buffer] = tile < tiles.count() ? tile : -1;
-      if (tile >= tiles.count()) return mbarrier_arrive(smem_address(&smem.keys_full[buffer]));
-      const int next = gridDim.x + atomicAdd(p.next_tile, 1);  // on its way while this one is copied
-      if constexpr (C::kPacked) smem.listed[buffer] = tiles.list->tiles[tile];
-      const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
-      load_keys<C>(maps, smem, w, buffer);
-      load_rows<C>(p.forward, maps, smem, w, n);
-      tile = next;
-    }
+    copy_tiles<C>(p, maps, smem);
   } else if (threadIdx.x / 32 == 1) {
-    unsigned phases = 0;
-    for (int t = 0;; ++t) {
-      const int buffer = t % C::kKeyBuffers;
-      mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
-      const int tile = smem.tile[buffer];
-      if (tile < 0) return;
-      const KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
-      __syncwarp();
-      release(smem.keys_empty[buffer]);  // where no row sees the keys, nothing else says that this warp knows which they are
-      copy_vectors<C>(p, smem, w, n, phases);
-    }
+    copy_vectors_of_tiles<C>(p, smem);
   } else if (threadIdx.x % 32 == 0) {
     const int g = threadIdx.x / 32 - 2;
     for (int n = 0;; ++n) {
@@ -219,11 +184,11 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     multiply_dq(n - 1);
   }
   wgmma_wait<0>();
+  release(smem.keys_empty[keys]);
   if (n > begin) {
     end_turn();
     add_rows<C>(p, smem, rdQ[0], w, head_before, row_before, g, added);
   }
-  release(smem.keys_empty[keys]);
 
   const int count = keys_of<C>(f, w.s) - key;
   const long long out_key = keys_before<C>(w.s) + key;
@@ -249,28 +214,9 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   int n = 0, added = 0;
   if (g == 1) named_barrier_arrive(1, 256);  // the first turn is the other's
   for (int t = 0;; ++t) {
-    const int buffer = uniform(t % C::kKeyBuffers);
-    mbarrier_wait(smem_address(&smem.keys_full[buffer]), t / C::kKeyBuffers % 2);
-    const int tile = uniform(smem.tile[buffer]);
+    const int buffer = uniform(t % C::kKeyBuffers), parity = t / C::kKeyBuffers % 2, tile = next_tile<C>(smem, buffer, parity);
     if (tile < 0) break;
-    KeyWork<C> w = work_in<C>(p.forward, smem, buffer, tile);
-    w.b = uniform(w.b);
-    w.h_kv = uniform(w.h_kv);
-    w.key = uniform(w.key);
-    w.s.used_q = uniform(w.s.used_q);
-    w.s.used_k = uniform(w.s.used_k);
-    w.s.offset = uniform(w.s.offset);
-    w.row_first = uniform(w.row_first);
-    w.row_last = uniform(w.row_last);
-    w.full_first = uniform(w.full_first);
-    w.full_last = uniform(w.full_last);
-    if constexpr (C::kPacked) {
-      w.s.first_q = uniform(w.s.first_q);
-      w.s.first_k = uniform(w.s.first_k);
-      w.s.len_q = uniform(w.s.len_q);
-      w.s.len_k = uniform(w.s.len_k);
-    }
-    zero_keys<C>(smem, w, buffer, 7);
+    const KeyWork<C> w = open_tile<C>(p.forward, smem, tile, buffer, parity, 7);
     n = multiply<C>(p, smem, w, buffer, uniform(n), added);
   }
   if (g == 0) named_barrier_sync(1, 256);  // nobody is to be waited for when the block ends

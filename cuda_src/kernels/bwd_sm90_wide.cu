@@ -1,7 +1,7 @@
 // bwd_sm90_wide.cu: dK, dV and the sums of dQ for wide heads, by the tensor memory accelerator and wgmma, for fp16 and bf16 on sm_90a. Read
 // it after bwd_sm90.cu: here one warpgroup has no registers for both dK and dV of its keys, so what differs is who multiplies what.
 //
-// Work       One block computes 64 keys of one key head. The walk and the copies are those of bwd_sm90.
+// Work       A tile is 64 keys of one key head. Its walk, the copies, and the blocks that ask for tile after tile are those of bwd_sm90.
 // Threads    Warpgroup 0 copies. Warpgroup 1 has S^T = K Q^T, P^T and dV += P^T dO, warpgroup 2 dP^T = V dO^T, dS^T and dK += dS^T Q; a
 //            thread of either holds the same elements of a tile. Of dQ = dS K each computes some panels of 64 columns, one at a time.
 // Overlap    S and dP of the next row block are queued behind dV and dK of this one, and the last panel of dQ runs under the exponentials
@@ -33,6 +33,7 @@ struct Smem {
   float delta[C::kStages][C::kBlockM];
   alignas(8) unsigned long long keys_full[C::kKeyBuffers],
       keys_empty[C::kKeyBuffers], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
+  TilesInTurn<C> tiles;
   RawBarriers<C::kStages, C::kPacked> tails;
 };
 
@@ -81,9 +82,9 @@ struct QueryShare {
   __device__ void issue_none(const Smem<C>& smem) { issue<kLast>(smem, 1); }
 };
 
-// dV, and P^T for the other warpgroup. Returns which of the warp's keys are not finite.
+// dV, and P^T for the other warpgroup; n counts row blocks since the kernel began. Returns which of the warp's keys are not finite.
 template <class C>
-__device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w) {
+__device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int n) {
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32;
@@ -92,15 +93,13 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   float rS[1][C::kBlockM / 8][4];
   QueryShare<C, 0, Smem<C>::TileK::kCount / 2 - 1> share;
   RowBlocks<C> rows(f, w);
-  if (rows.left > 0) {
-    mbarrier_wait(smem_address(&smem.keys_full[0]), 0);
-    mbarrier_wait(smem_address(&smem.q_full[0]), 0);
-  }
+  if (rows.left > 0) mbarrier_wait(smem_address(&smem.q_full[n % C::kStages]), n / C::kStages % 2);
   wgmma_fence();
-  issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDim>(rS, sK, smem_address(smem.q[0]));
+  issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDim>(rS, sK, smem_address(smem.q[n % C::kStages]));
   wgmma_commit();
   share.issue_none(smem);
-  for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
+  wgmma_wait<1>();  // here as well as in the loop: else the products become serial (C7514)
+  for (; rows.left > 0; ++n, rows.next(w)) {
     const int stage = n % C::kStages, parity = n / C::kStages % 2;
     const int next = rows.left > 1 ? n + 1 : n;  // the last row block is multiplied again, and not looked at
     const int row = rows.i * C::kBlockM, first = row + 16 * warp;
@@ -132,6 +131,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
     share.issue_all(smem, n, smem.dout_empty[stage]);
   }
   wgmma_wait<0>();
+  release(smem.keys_empty[0]);
   share.add_last();
   if (p.dv) {
     const int key = first_key(w);
@@ -144,7 +144,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
 
 // dK, and dS for both warpgroups. Returns which of the warp's keys are not finite.
 template <class C>
-__device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w) {
+__device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int n) {
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -155,15 +155,13 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   float rdP[1][C::kBlockM / 8][4];
   QueryShare<C, Smem<C>::TileK::kCount / 2, Smem<C>::TileK::kCount - 1> share;
   RowBlocks<C> rows(f, w);
-  if (rows.left > 0) {
-    mbarrier_wait(smem_address(&smem.keys_full[0]), 0);
-    mbarrier_wait(smem_address(&smem.dout_full[0]), 0);
-  }
+  if (rows.left > 0) mbarrier_wait(smem_address(&smem.dout_full[n % C::kStages]), n / C::kStages % 2);
   wgmma_fence();
-  issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, sV, smem_address(smem.dout[0]));
+  issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, sV, smem_address(smem.dout[n % C::kStages]));
   wgmma_commit();
   share.issue_none(smem);
-  for (int n = 0; rows.left > 0; ++n, rows.next(w)) {
+  wgmma_wait<1>();  // here as well as in the loop: else the products become serial (C7514)
+  for (; rows.left > 0; ++n, rows.next(w)) {
     const int stage = n % C::kStages, parity = n / C::kStages % 2;
     const int next = rows.left > 1 ? n + 1 : n;  // the last row block is multiplied again, and not looked at
     const int first = rows.i * C::kBlockM + 16 * warp;
@@ -201,6 +199,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
     share.issue_all(smem, n, smem.q_empty[stage]);
   }
   wgmma_wait<0>();
+  release(smem.keys_empty[0]);
   share.add_last();
   if (p.dk) {
     const int key = first_key(w);
@@ -212,39 +211,31 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
 }
 
 template <class C>
-__device__ inline KeyWork<C> key_work(const ForwardParams& f) {
-  return KeyTilesOf<C>(f).work(f, blockIdx.x);
-}
-
-template <class C>
 __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, Smem<C>& smem) {
-  if (C::kPacked && blockIdx.x >= KeyTilesOf<C>(p.forward).count()) return;
-  const KeyWork<C> w = key_work<C>(p.forward);
-  if (w.row_first == w.row_last) return;
-  int n = 0;
   if (threadIdx.x == 0) {
-    load_keys<C>(maps, smem, w, 0);
-    load_rows<C>(p.forward, maps, smem, w, n);
+    copy_tiles<C>(p, maps, smem);
   } else if (threadIdx.x / 32 == 1) {
-    unsigned phases = 0;
-    copy_vectors<C>(p, smem, w, n, phases);
+    copy_vectors_of_tiles<C>(p, smem);
   }
 }
 
 template <class C>
 __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
-  static_assert(C::kBlockM == 64 && C::kBlockN == 64 && C::kHeadDim > 64);
-  if (C::kPacked && blockIdx.x >= KeyTilesOf<C>(p.forward).count()) return;
-  const KeyWork<C> w = key_work<C>(p.forward);
-  if (C::kPacked && w.row_first < w.row_last) {
-    mbarrier_wait(smem_address(&smem.keys_full[0]), 0);
-    zero_keys<C>(smem, w, 0, kKeysZeroed);
-  }
-  unsigned again = uniform(threadIdx.x / 128) == 1 ? value_gradients<C>(p, smem, w) : key_gradients<C>(p, smem, w);
-  named_barrier_sync(kAllStored, 256);  // of these keys both gradients are there, and are overwritten by any lane
-  for (; again; again &= again - 1) {
-    const int j = first_key(w) + __ffs(again) - 1;
-    if (j < keys_of<C>(p.forward, w.s) && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
+  static_assert(C::kBlockM == 64 && C::kBlockN == 64 && C::kHeadDim > 64 && C::kKeyBuffers == 1);
+  const bool first = uniform(threadIdx.x / 128) == 1;
+  int n = 0;
+  for (int t = 0;; ++t) {
+    const int tile = next_tile<C>(smem, 0, t % 2);
+    if (tile < 0) break;
+    const KeyWork<C> w = open_tile<C>(p.forward, smem, tile, 0, t % 2, kKeysZeroed);
+    n = uniform(n);
+    unsigned again = first ? value_gradients<C>(p, smem, w, n) : key_gradients<C>(p, smem, w, n);
+    n += RowBlocks<C>(p.forward, w).left;
+    named_barrier_sync(kAllStored, 256);  // of these keys both gradients are there, and are overwritten by any lane
+    for (; again; again &= again - 1) {
+      const int j = first_key(w) + __ffs(again) - 1;
+      if (j < keys_of<C>(p.forward, w.s) && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
+    }
   }
 }
 

@@ -44,7 +44,7 @@ struct Smem {
   // Of this tile and the next in turn, its keys those that are copied; row kNone: there is no more. One more where another thread finds
   // them.
   static constexpr int kWorks = C::kPacked ? 3 : 2;
-  unsigned long long work_full[C::kPacked ? kWorks : 1];
+  unsigned long long work_full[C::kPacked ? kWorks : 1], work_wanted;
   Work<C> work[kWorks];
 };
 
@@ -52,11 +52,6 @@ struct Smem {
 template <class C>
 __device__ inline int batch_of(const Work<C>& w) {
   return C::kPacked ? 0 : w.b;
-}
-
-// Where 16 bytes of a row lie in panels.
-__device__ inline char* chunk_of(char* panels, int panel_bytes, int row, int chunk) {
-  return panels + chunk / 8 * panel_bytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
 }
 
 // Blocks of keys that other warpgroups multiply: waited for and released.
@@ -104,24 +99,23 @@ struct Tiles {
   }
 };
 
-// Scope: one thread. Of packed sequences: finds each tile while the one before it is copied. The thread that copies could do it between two
-// tiles in the same time, but has no registers for it: it then spilled up to 36 bytes.
+// Scope: one thread. Of packed sequences: finds each tile while the last blocks of the one before it are copied. Not sooner: tiles given
+// out three ahead, as they once were, made equal sequences of 1k to 4k tokens take 6 % longer. The thread that copies could do it between
+// two tiles in the same time, but has no registers for it: it then spilled up to 36 bytes.
 template <class C>
 __device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
   static_assert(C::kStagesQ == 1 || !C::kOwnOut, "Q is released when nobody needs what is known of the tile before");
   auto* const list = static_cast<TileList*>(p.row_tiles);
   Ring<Smem<C>::kWorks> works;
-  Ring<C::kStagesQ> q;
   for (int tile = blockIdx.x;; ++works.used) {
     if (works.used > 0) {
-      mbarrier_wait(smem_address(&smem.q_empty[q.stage()]), q.parity() ^ 1);  // of the tile before
-      ++q.used;
+      mbarrier_wait(smem_address(&smem.work_wanted), (works.used - 1) % 2);
+      tile = gridDim.x + atomicAdd(&list->taken, 1);
     }
     Work<C>& w = smem.work[works.stage()];
     const bool more = tile < list->count;
     if (more) {
       const ListedTile listed = list->tiles[tile];
-      tile = gridDim.x + atomicAdd(&list->taken, 1);
       w = Work<C>(p, listed.b(p.num_heads_q), listed.h(p.num_heads_q), listed.first, listed.sequence(p));
       if (w.keys.empty()) w.keys = {0, 1, 0, 0};
     } else {
@@ -212,6 +206,11 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
       load_tile_of<typename S::TileQ>(smem.q[q.stage()], maps.q, smem.q_full[q.stage()], rows_before<C>(w.s) + w.row, w.h, batch);
     }
     ++q.used;
+    constexpr int kLeft = 2;  // blocks to be copied yet when the next tile is asked for: with those in flight 4,000 clocks or more
+    auto ask = [&] {
+      if (C::kPacked && leads) mbarrier_arrive(smem_address(&smem.work_wanted));
+    };
+    if (w.keys.last - 1 <= w.keys.first + kLeft) ask();
     if constexpr (!C::kPacked) {
       find_next();
       if (tile >= 0) {
@@ -230,6 +229,7 @@ __device__ inline void produce(const ForwardParams& p, const TensorMaps& maps, S
       load_k(j, page_k);
       load_v(j + 1, page);
       page = page_k;
+      if (j == w.keys.first + kLeft) ask();
     }
     load_v(w.keys.first, page);
     if constexpr (C::kPacked) find_next();
@@ -298,8 +298,8 @@ __device__ inline bool have_reference(const RowState<1>& state) {
 }
 
 // Scope: warp. O of the rows that lie in panels, 8 where they are all that fits, as far as they are of the sequence.
-template <class C>
-__device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char* panels, int panel_bytes, int row) {
+template <class T, class C>
+__device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char* panels, int row) {
   constexpr int kRows = C::kOwnOut ? 8 : 16, kChunks = C::kHeadDimV / 8;
   auto* const out = static_cast<typename C::Out*>(p.out) + batch_of<C>(w) * p.out_stride_batch + w.h * p.out_stride_head +
                     (rows_before<C>(w.s) + row) * p.out_stride_seq;
@@ -309,7 +309,7 @@ __device__ inline void copy_rows(const ForwardParams& p, const Work<C>& w, char*
   for (int n = before + threadIdx.x % 32; n < count; n += 32) {
     const int chunk = n % kChunks;
     if (8 * chunk < p.head_dim_v) {
-      const auto& from = *reinterpret_cast<const unsigned (*)[4]>(chunk_of(panels, panel_bytes, n / kChunks, chunk));
+      const auto& from = *reinterpret_cast<const unsigned (*)[4]>(panels + T::at(n / kChunks, chunk));
       global_store_16(out + n / kChunks * p.out_stride_seq + 8 * chunk, from);
     }
   }
@@ -328,7 +328,7 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
         p, w, rO, state, warp_row,
         [&](int row, int column, Pair<typename C::Out> pair) { store_pair<C>(p, w, w.row + warp_row + row, column, pair); }, [](int) {});
   } else {
-    constexpr int kPanelBytes = C::kOwnOut ? Smem<C>::TileO::kPanelBytes : Smem<C>::TileQ::kPanelBytes;
+    using TileRows = typename Choice<C::kOwnOut, typename Smem<C>::TileO, typename Smem<C>::TileQ>::Type;
     char* const rows = C::kOwnOut ? smem.o[warp_row / 16] : sQ + warp_row * 128;
     // Boxes of 8 or 16 rows must not reach into the next sequence, nor may they begin before row 0, which to the accelerator is an illegal
     // instruction where it writes, not where it reads: there lanes copy what is of this one. (To leave each pair of elements to one or the
@@ -346,18 +346,18 @@ __device__ inline unsigned write_rows(const ForwardParams& p, const TensorMap& m
         p, w, rO, state, warp_row,
         [&](int row, int column, Pair<typename C::Out> pair) {
           if constexpr (C::kOwnOut) row %= 8;
-          *reinterpret_cast<Pair<typename C::Out>*>(chunk_of(rows, kPanelBytes, row, column / 8) + column % 8 * 2) = pair;
+          *reinterpret_cast<Pair<typename C::Out>*>(rows + TileRows::at(row, column / 8) + column % 8 * 2) = pair;
         },
         [&](int half) {
           if (!C::kOwnOut && half == 0) return;
-          if (kRagged && !whole) return copy_rows<C>(p, w, rows, kPanelBytes, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
+          if (kRagged && !whole) return copy_rows<TileRows>(p, w, rows, w.row + warp_row + (C::kOwnOut ? 8 * half : 0));
           fence_async_proxy();
           __syncwarp();
           if (thread % 32 == 0) {
 #pragma unroll
             for (int n = 0; n < (C::kHeadDimV + 63) / 64; ++n) {
               const int row = w.row + warp_row + (C::kOwnOut ? 8 * half : 0);
-              tma_store(smem_address(rows + n * kPanelBytes), &map, 64 * n, rows_before<C>(w.s) + row, w.h, batch_of<C>(w));
+              tma_store(smem_address(rows + n * TileRows::kPanelBytes), &map, 64 * n, rows_before<C>(w.s) + row, w.h, batch_of<C>(w));
             }
           }
           bulk_commit();  // by all lanes, which keeps them together; most batches are empty
@@ -582,6 +582,7 @@ __device__ inline void forward(const ForwardParams& p, const TensorMaps& maps, S
     }
     if constexpr (C::kPacked) {
       for (auto& full : smem.work_full) mbarrier_init(smem_address(&full), 1);
+      mbarrier_init(smem_address(&smem.work_wanted), 1);
     }
     mbarrier_init_fence();
   }

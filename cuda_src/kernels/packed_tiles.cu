@@ -8,8 +8,9 @@
 // Sorting    By counting: tokens of sequences of a length, in steps of 3 %; then tiles of a section and of a class of lengths. Sequences of
 //            a step are spread over its sections by their numbers, so that the blocks of all heads agree on sections without a word. Which
 //            tile comes first in a class is left to chance; results do not depend on it.
-// Work       A thread takes a sequence; the tiles of one that has more than a few are dealt out to a warp, so that a long sequence among
-//            many short ones takes no longer.
+// Work       As many threads take a sequence as there are for each, up to a warp, and its tiles in turn: one thread alone would do them one
+//            after the other, each some 200 instructions that wait for one another. The tiles of one that has more than a few for each
+//            are dealt out to a warp later, so that a long sequence among many short ones takes no longer.
 // Edges      Tokens before the first sequence and behind the last one are tiles as well: their results are zeros. Offsets that fall
 //            may make more tiles than there is room for, and then none is listed.
 #include "../primitives/work.cuh"
@@ -75,18 +76,24 @@ template <class C, bool kKeys, class Seen>
 __device__ inline void for_each_tile(const ForwardParams& p, Smem& smem, int size, Seen seen) {
   if (threadIdx.x == 0) smem.num_many = 0;
   __syncthreads();
-  for (int b = static_cast<int>(threadIdx.x) - 1; b <= p.batch; b += kThreads) {
+  const int sequences = p.batch + 2;
+  int each = 1;  // threads
+  while (each < 32 && 2 * each * sequences <= kThreads) each *= 2;
+  for (int n = threadIdx.x; n < each * sequences; n += kThreads) {
+    const int b = n / each - 1, own = n % each;
     const PackedSequence s = sequence_of<C>(p, b);
     const int count = (Side<kKeys>::length(s) + size - 1) / size;
-    if (count > kFew) {
-      const int n = atomicAdd(&smem.num_many, 1);
-      if (n < kThreads) {
-        smem.many[n] = b;
-        continue;
+    if (count > kFew * each) {
+      bool later = each > 1;  // then there is room for all of them
+      if (own == 0) {
+        const int place = atomicAdd(&smem.num_many, 1);
+        later = place < kThreads;
+        if (later) smem.many[place] = b;
       }
+      if (later) continue;
     }
     const int section = section_of<kKeys>(p, smem, s, b);
-    for (int block = 0; block < count; ++block) seen(s, b, section, block);
+    for (int block = own; block < count; block += each) seen(s, b, section, block);
   }
   __syncthreads();
   for (int n = threadIdx.x / 32; n < min(smem.num_many, kThreads); n += kThreads / 32) {

@@ -46,6 +46,7 @@ struct KeyTiles {
   }
 
   __device__ long long count() const { return static_cast<long long>(key_blocks) * heads; }
+  __device__ int find(int tile) const { return tile; }
 
   __device__ KeyWork<C> work(const ForwardParams& f, int tile) const {
     const int n = tile / (section * key_blocks), inside = tile % (section * key_blocks);
@@ -63,6 +64,7 @@ struct ListedKeyTiles {
 
   __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)) {}
   __device__ long long count() const { return list->count; }
+  __device__ ListedTile find(int tile) const { return list->tiles[tile]; }
   static __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& tile) {
     return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f));
   }
@@ -70,6 +72,22 @@ struct ListedKeyTiles {
 };
 template <class C>
 using KeyTilesOf = typename Choice<C::kPacked, ListedKeyTiles<C>, KeyTiles<C>>::Type;
+
+// Whose keys lie in each buffer; -1: there are no more. Known before they are there, so that nobody need think when they are.
+template <class C>
+struct TilesInTurn {
+  unsigned long long full[C::kKeyBuffers];
+  int number[C::kKeyBuffers];
+  ListedTile listed[C::kPacked ? C::kKeyBuffers : 1];
+
+  __device__ KeyWork<C> work(const ForwardParams& f, int buffer, int tile) const {
+    if constexpr (C::kPacked) {
+      return KeyTilesOf<C>::work(f, listed[buffer]);
+    } else {
+      return KeyTilesOf<C>(f).work(f, tile);
+    }
+  }
+};
 
 // What copies need where a tile may hold rows of the next sequence: zeros take their place, since 0 x NaN is NaN. Rows of Q and dO that
 // arrive so are announced to `raw`, and by the warp of the vectors, when it has written the zeros, to those who wait for them.
@@ -127,6 +145,7 @@ __device__ inline void begin(const TensorMaps& maps, M& smem) {
       mbarrier_init(smem_address(&smem.dout_empty[n]), 8);
       if constexpr (C::kPacked) mbarrier_init(smem_address(&smem.tails.raw[n]), 2);  // Q and dO
     }
+    for (auto& full : smem.tiles.full) mbarrier_init(smem_address(&full), 1);
     if constexpr (C::kBlockN == 128) {
       for (int g = 0; g < 2; ++g) {
         mbarrier_init(smem_address(&smem.dq_full[g]), 4);  // the warps of a warpgroup
@@ -195,6 +214,80 @@ __device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyW
     }
     mbarrier_arrive(smem_address(&smem.q_full[stage]));
   }
+}
+
+// Scope: one thread. Queues the copies of tile after tile, as they are given out.
+template <class C, class M>
+__device__ inline void copy_tiles(const BackwardParams& p, const TensorMaps& maps, M& smem) {
+  const KeyTilesOf<C> tiles(p.forward);
+  int tile = blockIdx.x, n = 0;
+  for (int t = 0;; ++t) {
+    const int buffer = t % C::kKeyBuffers, parity = t / C::kKeyBuffers % 2 ^ 1;
+    if (tile >= tiles.count()) {
+      mbarrier_wait(smem_address(&smem.keys_empty[buffer]), parity);
+      smem.tiles.number[buffer] = -1;
+      return mbarrier_arrive(smem_address(&smem.tiles.full[buffer]));
+    }
+    const auto found = tiles.find(tile);
+    const KeyWork<C> w = tiles.work(p.forward, found);
+    mbarrier_wait(smem_address(&smem.keys_empty[buffer]), parity);
+    smem.tiles.number[buffer] = tile;
+    if constexpr (C::kPacked) smem.tiles.listed[buffer] = found;
+    mbarrier_arrive(smem_address(&smem.tiles.full[buffer]));
+    load_keys<C>(maps, smem, w, buffer);
+    load_rows<C>(p.forward, maps, smem, w, n);
+    // Not before: of tiles given out while the one before them runs, the last of a causal call end up to 3 % later (simulated). kStages row
+    // blocks are still to be multiplied, longer than the answer takes.
+    tile = gridDim.x + atomicAdd(p.next_tile, 1);
+  }
+}
+
+// Scope: warp. Copies the vectors of the same.
+template <class C, class M>
+__device__ inline void copy_vectors_of_tiles(const BackwardParams& p, M& smem) {
+  int n = 0;
+  unsigned phases = 0;
+  for (int t = 0;; ++t) {
+    const int buffer = t % C::kKeyBuffers;
+    mbarrier_wait(smem_address(&smem.tiles.full[buffer]), t / C::kKeyBuffers % 2);
+    const int tile = smem.tiles.number[buffer];
+    if (tile < 0) return;
+    const KeyWork<C> w = smem.tiles.work(p.forward, buffer, tile);
+    __syncwarp();
+    release(smem.keys_empty[buffer]);  // where no row sees the keys, nothing else says that this warp knows which they are
+    copy_vectors<C>(p, smem, w, n, phases);
+  }
+}
+
+// Scope: the warpgroups that multiply. The tile whose keys are or will be in a buffer; negative: there are no more.
+template <class C, class M>
+__device__ inline int next_tile(const M& smem, int buffer, int parity) {
+  mbarrier_wait(smem_address(&smem.tiles.full[buffer]), parity);
+  return uniform(smem.tiles.number[buffer]);
+}
+// Scope: the same. Waits for its keys.
+template <class C, class M>
+__device__ inline KeyWork<C> open_tile(const ForwardParams& f, M& smem, int tile, int buffer, int parity, int barrier) {
+  KeyWork<C> w = smem.tiles.work(f, buffer, tile);
+  w.b = uniform(w.b);
+  w.h_kv = uniform(w.h_kv);
+  w.key = uniform(w.key);
+  w.s.used_q = uniform(w.s.used_q);
+  w.s.used_k = uniform(w.s.used_k);
+  w.s.offset = uniform(w.s.offset);
+  w.row_first = uniform(w.row_first);
+  w.row_last = uniform(w.row_last);
+  w.full_first = uniform(w.full_first);
+  w.full_last = uniform(w.full_last);
+  if constexpr (C::kPacked) {
+    w.s.first_q = uniform(w.s.first_q);
+    w.s.first_k = uniform(w.s.first_k);
+    w.s.len_q = uniform(w.s.len_q);
+    w.s.len_k = uniform(w.s.len_k);
+  }
+  mbarrier_wait(smem_address(&smem.keys_full[buffer]), parity);
+  zero_keys<C>(smem, w, buffer, barrier);
+  return w;
 }
 
 // Two neighbouring query rows' numbers for each 8 of them, as the lanes have the columns of S^T.

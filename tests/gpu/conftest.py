@@ -14,7 +14,8 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,16 @@ def _product(text: str) -> tuple[list[str], str]:
 def merged(old: dict[Test, str], new: dict[Test, str]) -> dict[Test, str]:
     """The newer outcome of each test; but a skip, as where a machine has one GPU, takes nothing away."""
     return old | {test: outcome for test, outcome in new.items() if test not in old or not outcome.startswith("skipped")}
+
+
+@pytest.fixture
+def returns_memory() -> Iterator[None]:
+    """For tests that take gigabytes: what CuPy and torch have kept of the GPU's memory goes back, since others run beside them."""
+    yield
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -128,6 +128,7 @@ def test_chunks_by_each_row(row: variants.Row, page_size: int | None, rng: np.ra
         edges_agree(rng, "bfloat16", page_size, row)
 
 
+@pytest.mark.usefixtures("returns_memory")
 def test_pages_of_a_large_cache(on_gpu: Move, rng: np.random.Generator) -> None:
     """More tiles than a GPU has SMs, of sequences that share pages, in a pool of more than 2^31 elements, else NaN: as over the same keys
     without pages."""

@@ -1,4 +1,5 @@
-"""More than 2^31 elements: every offset in an array is 64 bits wide; and 128k tokens. Torch makes the arrays on the GPU: 22 GB at most."""
+"""More than 2^31 elements: every offset in an array is 64 bits wide; and 128k tokens. Torch makes the arrays on the GPU: 22 GB at most, of
+packed sequences 48."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
-from on_gpu import TORCH, Move, only  # noqa: E402
+from on_gpu import TORCH, Move, nan_memory, only  # noqa: E402
 
 import cupyflash  # noqa: E402
 from cupyflash import variants  # noqa: E402
@@ -33,14 +34,17 @@ chosen = pytest.mark.parametrize("kernel", ["chosen"], indirect=True)
 
 
 @pytest.fixture
-def torch() -> Iterator[Any]:
+def torch(returns_memory: None) -> Any:
     torch = pytest.importorskip("torch", reason=TORCH)
-    free, _ = torch.cuda.mem_get_info()
-    if free < 24e9:
-        pytest.skip(f"needs 24 GB of free GPU memory, there are {free / 1e9:.0f}")
+    needs(torch, 24e9)
     torch.manual_seed(0)
-    yield torch
-    torch.cuda.empty_cache()
+    return torch
+
+
+def needs(torch: Any, num_bytes: float) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < num_bytes:
+        pytest.skip(f"needs {num_bytes / 1e9:.0f} GB of free GPU memory, there are {free / 1e9:.0f}")
 
 
 def test_kf_060_keys_stored_sequence_first(torch: Any) -> None:
@@ -174,6 +178,34 @@ def test_more_tiles_than_blocks_of_heads_in_several_sections(torch: Any, d: int,
             found = (*(x[b, :, heads].transpose(0, 1) for x in (out, grads.dq)), grads.dk[b, :, h], grads.dv[b, :, h])
             for name, x, want in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
                 close(x, want, f"{name} of batch {b}, key head {h}")
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+@pytest.mark.parametrize("kernel", ["chosen", "fwd_sm80", "bwd_sm80"], indirect=True)
+def test_kf_065_packed_sequences_of_more_than_2_to_31_elements(torch: Any, library: str) -> None:
+    """The last of three, forward and backward, as by itself."""
+    needs(torch, 48e9)
+    heads, d, last = 16, 64, 300
+    tokens = 2**31 // (heads * d) + 1000
+    small = [torch.randn(last, heads, d, dtype=torch.float16, device="cuda") for _ in range(4)]
+    big = [torch.zeros(tokens, heads, d, dtype=torch.float16, device="cuda") for _ in range(4)]
+    assert big[0].numel() > 2**31
+    for x, values in zip(big, small, strict=True):
+        x[-last:] = values
+
+    def results(arrays: list[Any], offsets: list[int]) -> list[Any]:
+        arrays = [*arrays, torch.tensor(offsets, dtype=torch.int32, device="cuda")]
+        torch.cuda.synchronize()
+        q, k, v, dout, cu = (cupy.from_dlpack(x) for x in arrays) if library == "cupy" else arrays
+        options = {"window_size": (40, 0)}  # of the long sequence little is to be computed
+        with nan_memory():
+            out, lse, _ = cupyflash.attention_varlen(q, k, v, cu, return_lse=True, **options)
+            grads = cupyflash.attention_backward(dout, q, k, v, out, lse, cu_seqlens_q=cu, **options)
+        return [torch.from_dlpack(x)[-last:].double() for x in (out, grads.dq, grads.dk, grads.dv)]
+
+    found, alone = results(big, [0, 10, tokens - last, tokens]), results(small, [0, last])
+    for name, x, want in zip(("out", "dq", "dk", "dv"), found, alone, strict=True):
+        assert torch.allclose(x, want, rtol=4e-3, atol=4e-3), name
 
 
 def measured(torch: Any, call: Any) -> tuple[Any, int]:

@@ -233,8 +233,8 @@ def test_a_captured_call_keeps_its_workspace(gpu: Gpu, monkeypatch: pytest.Monke
     monkeypatch.setattr(arrays, "is_capturing", lambda like: True)
     cupyflash.attention_varlen(*packed_inputs())
     cupyflash.attention(*make())  # has none
-    (((ptr, _owner),),) = captured
-    assert ptr == gpu.launches[1].packed["row_tiles"]
+    (made,) = captured
+    assert made.data.ptr == gpu.launches[1].packed["row_tiles"]
 
 
 def test_no_sequence_has_no_lengths_and_no_slopes(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +291,12 @@ def test_what_is_appended_is_there_before_the_attention(gpu: Gpu, monkeypatch: p
     given, _ = over_cache(**options, **caches, k_descale=0.25, v_descale=Array((2, 2), np.float32))
     append, _, attention = gpu.launches
     assert append.packed["forward"] == attention.packed
-    made = [x.data.ptr for x in captured[0]]
-    assert [append.packed[name] for name in ("rotated_q", "used_k", "first_k")] == made[:3]
-    assert [attention.packed[name] for name in ("q", "seqused_k", "first_k", "part_out", "part_lse", "arrived")] == made
+    ((made,),) = captured
+    places = [append.packed[name] - made.data.ptr for name in ("rotated_q", "used_k", "first_k")]
+    assert places == [0, 1024, 1280]  # of 2 x 4 x 64 halves, 2 ints and 2 ints
+    places = [attention.packed[name] - made.data.ptr for name in ("q", "seqused_k", "first_k", "part_out", "part_lse", "arrived")]
+    assert places[:4] == [0, 1024, 1280, 1536]
+    assert 1536 < places[4] < places[5] < made.shape[0]
     names = ("q", "k_new", "v_new", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_leftpad", "k_cache", "v_cache")
     assert [append.packed[name] for name in names] == [given[name].data.ptr for name in names]
     numbers = {
