@@ -457,7 +457,7 @@ def _bwd_sm80(head_dim: int, capability: int, options: bool, keys: str, rows: st
 
 # The kernel that computes dq, dk, dv and dbias; bwd_delta runs before it and bwd_sum after it, where sums over rows are asked for. A row of
 # bwd_sm80 may launch bwd_sm80_dq, bwd_sm80_dbias and bwd_convert besides. Of one width the first that fits the shared memory: 228 kB an SM
-# (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120). TFLOP/s as above, without a mask and under a causal one.
+# (Hopper and B200), 164 (A100) or 100 (sm_86, 89 and 120). TFLOP/s as above (256: 2026-12-01), without a mask and causal.
 BACKWARD = (
     # Their spills are in the thread that copies, which has 24 registers, in what a tile begins with, and where a key is computed again.
     _bwd_sm90("bwd_sm90", 64, BwdSm90Config(128, 128, 2, 2), "at S = 1024 406 and 306; 386 and 278 for one buffer; spills", 2048),

@@ -100,8 +100,8 @@ struct Tiles {
 };
 
 // Scope: one thread. Of packed sequences: finds each tile while the last blocks of the one before it are copied. Not sooner: tiles given
-// out three ahead, as they once were, made equal sequences of 1k to 4k tokens take 6 % longer. The thread that copies could do it between
-// two tiles in the same time, but has no registers for it: it then spilled up to 36 bytes.
+// out three ahead, as they once were, made equal sequences of 1k to 4k tokens take 5 to 9 % longer. The thread that copies could do it
+// between two tiles in the same time, but has no registers for it: it then spilled up to 36 bytes.
 template <class C>
 __device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
   static_assert(C::kStagesQ == 1 || !C::kOwnOut, "Q is released when nobody needs what is known of the tile before");
