@@ -108,7 +108,7 @@ def _in_tiles(p: AttentionProblem, device: DeviceSpec, table: tuple[Row, ...], p
     lists = (block_m, 0)
     workspaces = tuple(_list_bytes(p, lists).items())
     passing = p if pages is None else p._replace(seqlen_k=p.seqlen_k * p.batch)
-    section = _section_of_tokens(passing, p.head_dim + p.head_dim_v)
+    section = _section_of_tokens(passing, p.head_dim + p.head_dim_v, _SHARED_L2_BYTES)
     more = ("paged",) * (pages is not None)
     if isinstance(variant.config, Sm90Config) and {"causal", "local"}.intersection(variant.flags):
         more += ("fromlast",)
@@ -250,9 +250,9 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     if p.packed and tiled and any(tiles := _listed(gradients)):
         steps = (_listing(p, tiles, args), *steps)
         workspaces |= _list_bytes(p, tiles)
-    section = _section_of_tokens(p, 3 * p.head_dim + p.head_dim_v) if p.packed else 1
-    if isinstance(variant.config, BwdSm90Config) and "causal" in variant.flags and not p.packed:
-        section = _section_of_keys(p, variant.config, device.num_sms)
+    section = _section_of_tokens(p, 3 * p.head_dim + p.head_dim_v, _SUMMED_L2_BYTES // 2) if p.packed else 1
+    if isinstance(variant.config, BwdSm90Config) and not p.packed:
+        section = _section_of_keys(p, variant.config, "causal" in variant.flags, device.num_sms)
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
     return Plan(steps, kept, section, tiles, variant.head_dim)
 
@@ -370,7 +370,9 @@ def merging(problem: MergeProblem, device: DeviceSpec) -> Plan:
 
 # Below so many rows a packed sequence, dq has a kernel of its own: its sums begin anew every 64 rows of each.
 _SHORT_SEQUENCES = 128
-_SHARED_L2_BYTES = 32 << 20  # of the 50 MB of an H200
+# Of the 50 MB of an H200. Where sums are added to as well 16 MB against 32 are 3 to 5 % at S = 512 (D = 128, 256), and level from 1k on; 64
+# take 4 to 30 % longer. Packed sequences, all heads of which are a section: 8 MB are 3 to 7 % at 512, and level from 1k on (2026-12-01).
+_SHARED_L2_BYTES, _SUMMED_L2_BYTES = 32 << 20, 16 << 20
 
 
 def _section(p: AttentionProblem, c: Sm90Config, blocks: int) -> int:
@@ -386,12 +388,16 @@ def _section(p: AttentionProblem, c: Sm90Config, blocks: int) -> int:
         loads = np.bincount(np.where(turn % 2 == 1, blocks - 1 - place, place), tiles, blocks)
         return float(loads.max() / loads.mean())
 
-    return _balanced(keys, heads, head_bytes, largest_load, (1 << 17) // (heads * len(keys)))
+    return _balanced(keys, heads, _SHARED_L2_BYTES / max(head_bytes, 1), largest_load, (1 << 17) // (heads * len(keys)))
 
 
-def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, blocks: int) -> int:
+def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, causal: bool, blocks: int) -> int:
     """The same for the backward, of key heads whose Q, dO and sums of dQ share the L2, one query head of each at a time; a block that is
-    free takes the next tile. Few heads of many query heads each are what needs it: 8 x 8 at S = 4096 took 1.56 times the mean."""
+    free takes the next tile. Few heads of many query heads each are what needs it: 8 x 8 at S = 4096 took 1.56 times the mean. Without a
+    mask loads are equal anyway, but blocks of several heads add to different sums: 0 to 2 % (D = 128, 256)."""
+    heads, fit = p.batch * p.num_heads_kv, _SUMMED_L2_BYTES / max(2 * p.seqlen_q * (3 * p.head_dim + p.head_dim_v), 1)
+    if not causal:
+        return max(min(int(fit), heads), 1)
     first = np.clip(np.arange(_ceil_div(p.seqlen_k, c.block_n)) * c.block_n - _diagonal(p), 0, p.seqlen_q)
     rows = _ceil_div(p.seqlen_q, c.block_m) - first // c.block_m
 
@@ -401,14 +407,13 @@ def _section_of_keys(p: AttentionProblem, c: BwdSm90Config, blocks: int) -> int:
             heapq.heapreplace(loads, loads[0] + tile)
         return max(loads) * blocks / sum(loads)
 
-    head_bytes = 2 * p.seqlen_q * (3 * p.head_dim + p.head_dim_v)
-    return _balanced(rows * (p.num_heads_q // p.num_heads_kv), p.batch * p.num_heads_kv, head_bytes, largest_load)
+    return _balanced(rows * (p.num_heads_q // p.num_heads_kv), heads, fit, largest_load)
 
 
-def _section_of_tokens(p: AttentionProblem, columns: int) -> int:
-    """How many tokens packed sequences have whose `columns` columns of all heads, 2 bytes each, share the L2; but no more sections than
-    packed_tiles.cu has room for."""
-    return max(_SHARED_L2_BYTES // max(2 * columns * p.num_heads_kv, 1), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
+def _section_of_tokens(p: AttentionProblem, columns: int, num_bytes: int) -> int:
+    """How many tokens packed sequences have whose `columns` columns of all heads, 2 bytes each, take so many bytes of the L2; but no more
+    sections than packed_tiles.cu has room for."""
+    return max(num_bytes // max(2 * columns * p.num_heads_kv, 1), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
 
 
 def _diagonal(p: AttentionProblem) -> int:
@@ -416,13 +421,13 @@ def _diagonal(p: AttentionProblem) -> int:
     return 0 if p.top_left else p.seqlen_k - p.seqlen_q
 
 
-def _balanced(lengths: np.ndarray, heads: int, head_bytes: int, largest_load: Callable[[np.ndarray], float], tries: int = 8) -> int:
-    """The section for which the largest load is the least, if in doubt the largest that shares the L2. `lengths` are those of a head's
-    tiles, falling; the tiles of all heads come section by section, falling in the last one, rising in the one before it, and so on. Beside
-    a few sections that share the heads evenly so many are tried, up to twice what shares the L2."""
+def _balanced(lengths: np.ndarray, heads: int, sharing: float, largest_load: Callable[[np.ndarray], float], tries: int = 8) -> int:
+    """The section for which the largest load is the least, if in doubt the largest of no more heads than are `sharing` the L2. `lengths`
+    are those of a head's tiles, falling; the tiles of all heads come section by section, falling in the last one, rising in the one before
+    it, and so on. Beside a few sections that share the heads evenly so many are tried, up to twice what shares the L2."""
     if not len(lengths):
         return 1
-    fit = min(max(_SHARED_L2_BYTES // max(head_bytes, 1), 1), heads)
+    fit = max(min(int(sharing), heads), 1)
     costs = lengths + 1.5  # what a tile takes besides its loop
     shown = min(heads, max((1 << 17) // len(lengths), 1))  # enough to know
 
@@ -682,7 +687,7 @@ def _list_bytes(p: AttentionProblem, tiles: tuple[int, int]) -> dict[str, int]:
 def _listing(p: AttentionProblem, tiles: tuple[int, int], args: tuple[str, ...], more: tuple[str, ...] = ()) -> Step:
     """The kernel before those whose tiles it lists: a block for each head and list. It takes any mask as a window."""
     flags = tuple(sorted(("local", "packed", "used", *more)))
-    variant = Variant("packed_tiles", "float32", 0, 0, flags, SimpleConfig(32))
+    variant = Variant("packed_tiles", "float32", 0, 0, flags, SimpleConfig(8))
     blocks = (p.num_heads_q if tiles[0] else 0) + (p.num_heads_kv if tiles[1] else 0)
     return Step(variant, (blocks, 1, 1), variant.threads, 0, args, "the order of the tiles")
 

@@ -122,7 +122,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
     wgmma_commit();
     mbarrier_wait(smem_address(&smem.q_full[next % C::kStages]), next / C::kStages % 2);
     wgmma_fence();
-    issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDim>(rS, sK, smem_address(smem.q[next % C::kStages]));
+    issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDim>(rS, opaque(sK), smem_address(smem.q[next % C::kStages]));
     wgmma_commit();
     release(smem.q_empty[stage]);
     share.add_last();
@@ -191,7 +191,7 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
     wgmma_commit();
     mbarrier_wait(smem_address(&smem.dout_full[next % C::kStages]), next / C::kStages % 2);
     wgmma_fence();
-    issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, sV, smem_address(smem.dout[next % C::kStages]));
+    issue_qk<Element, C::kBlockN, C::kBlockM, C::kHeadDimV>(rdP, opaque(sV), smem_address(smem.dout[next % C::kStages]));
     wgmma_commit();
     share.add_last();
     share.sums = first < rows_of<C>(f, w.s) ? QuerySums<C>::at(QuerySums<C>::of_head(p, w.s, w.b, rows.h), first / 16, 0) : nullptr;
@@ -233,8 +233,9 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
     n += RowBlocks<C>(p.forward, w).left;
     named_barrier_sync(kAllStored, 256);  // of these keys both gradients are there, and are overwritten by any lane
     for (; again; again &= again - 1) {
-      const int j = first_key(w) + __ffs(again) - 1;
-      if (j < keys_of<C>(p.forward, w.s) && !key_is_lost<C>(p, w.b, w.h_kv, uniform(j))) key_gradient<C>(p, w.b, w.h_kv, uniform(j));
+      // Both uniform: else the compiler knows of no warp that stays together in the loop over tiles, and spills.
+      const int j = uniform(first_key(w) + __ffs(again) - 1);
+      if (j < keys_of<C>(p.forward, w.s) && !uniform(key_is_lost<C>(p, w.b, w.h_kv, j))) key_gradient<C>(p, w.b, w.h_kv, j);
     }
   }
 }

@@ -107,15 +107,12 @@ __device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
   static_assert(C::kStagesQ == 1 || !C::kOwnOut, "Q is released when nobody needs what is known of the tile before");
   auto* const list = static_cast<TileList*>(p.row_tiles);
   Ring<Smem<C>::kWorks> works;
+  const int count = list->count;
+  ListedTile listed = list->tiles[blockIdx.x];  // without knowing whether there is one: for both the wait is the same
   for (int tile = blockIdx.x;; ++works.used) {
-    if (works.used > 0) {
-      mbarrier_wait(smem_address(&smem.work_wanted), (works.used - 1) % 2);
-      tile = gridDim.x + atomicAdd(&list->taken, 1);
-    }
     Work<C>& w = smem.work[works.stage()];
-    const bool more = tile < list->count;
+    const bool more = tile < count;
     if (more) {
-      const ListedTile listed = list->tiles[tile];
       w = Work<C>(p, listed.b(p.num_heads_q), listed.h(p.num_heads_q), listed.first, listed.sequence(p));
       if (w.keys.empty()) w.keys = {0, 1, 0, 0};
     } else {
@@ -123,6 +120,9 @@ __device__ inline void look_up(const ForwardParams& p, Smem<C>& smem) {
     }
     mbarrier_arrive(smem_address(&smem.work_full[works.stage()]));
     if (!more) return;
+    mbarrier_wait(smem_address(&smem.work_wanted), works.used % 2);
+    tile = gridDim.x + atomicAdd(&list->taken, 1);
+    if (tile < count) listed = list->tiles[tile];
   }
 }
 

@@ -132,11 +132,11 @@ __device__ inline void multiply_units(const ForwardParams& p, const Extent<C>& e
 #pragma unroll
     for (int r = 0; r < 2; ++r) follow(r, smem.told[other][row + 8 * r]);
     if (__any_sync(kWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_o();
-    const unsigned long long weights = descriptor(smem_address(smem.keys[other]) + kSpare, 16);
-    const unsigned long long values = descriptor(values_in(other), kKeys * 128);
+    const unsigned weights = descriptor(smem_address(smem.keys[other]) + kSpare, 16);
+    const unsigned values = descriptor(values_in(other), kKeys * 128);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) wgmma_ss_t(rO[0], weights + 2 * n, values + n * (16 * 128 >> 4), 1, Element{});
+    for (int n = 0; n < kKeys / 16; ++n) wgmma_ss_t(rO[0], whole(weights + 2 * n), whole(values + n * (16 * 128 >> 4)), 1, Element{});
     wgmma_commit();
   };
 

@@ -8,26 +8,29 @@
 // Sorting    By counting: tokens of sequences of a length, in steps of 3 %; then tiles of a section and of a class of lengths. Sequences of
 //            a step are spread over its sections by their numbers, so that the blocks of all heads agree on sections without a word. Which
 //            tile comes first in a class is left to chance; results do not depend on it.
-// Work       As many threads take a sequence as there are for each, up to a warp, and its tiles in turn: one thread alone would do them one
-//            after the other, each some 200 instructions that wait for one another. The tiles of one that has more than a few for each
-//            are dealt out to a warp later, so that a long sequence among many short ones takes no longer.
+// Work       Three passes by the same code. A lane looks at a sequence, and its warp deals the tiles of all of its sequences to its lanes,
+//            so that a long sequence among many short ones takes no longer. What takes time is 800 instructions that wait for one another,
+//            and in a block of 32 warps for their turn to be issued: 64 x 512 tokens take 7.0 us by 8 warps, and 10.1 by 32.
 // Edges      Tokens before the first sequence and behind the last one are tiles as well: their results are zeros. Offsets that fall
 //            may make more tiles than there is room for, and then none is listed.
 #include "../primitives/work.cuh"
 
 namespace cupyflash {
 
-constexpr int kThreads = 1024, kSteps = 1024;
+constexpr int kThreads = 256, kSteps = 1024;
 constexpr int kSections = 64, kClasses = 16;  // plan.py keeps to so many sections
-constexpr int kFew = 8;                       // tiles that a thread does by itself
+
+// The tile at place n among a head's, all sections after one another, is at from + n * heads of the list.
+struct Section {
+  int from, heads;
+};
 
 struct Smem {
-  int tiles[kThreads];     // of a section and class; then where the next one of them goes
-  int tokens[kSteps + 1];  // of sequences of a length; then of all longer ones
-  int section_tokens[kSections], section_first[kSections + 1];
+  alignas(16) int tiles[kSections * kClasses];  // of a section and class; then where the next one of them goes
+  alignas(16) int tokens[kSteps + 1];           // of sequences of a length; then of all longer ones
+  int section_tokens[kSections];
+  Section sections[kSections];
   int sums[kThreads / 32];
-  int many[kThreads];  // sequences of more than a few tiles
-  int num_many;
 };
 
 // What the tiles of a list are tiles of, and what they pass by.
@@ -40,17 +43,10 @@ struct Side {
 // Longer sequences have smaller numbers.
 __device__ inline int step_of(int length) { return kSteps - 1 - ((__float_as_int(static_cast<float>(length + 1)) >> 18) - (127 << 5)); }
 
-// Where a block of a sequence begins: kFromLast has rows counted from the last one up, so that its first block may begin before row 0.
-template <class C, bool kKeys>
-__device__ inline int first_of(const PackedSequence& s, int block, int size) {
-  const int length = Side<kKeys>::length(s);
-  return block * size - (C::kFromLast && !kKeys ? (length + size - 1) / size * size - length : 0);
-}
-
 // Longer tiles of a sequence have smaller numbers: by how much of what passes by meets the tile.
 template <class C, bool kKeys>
-__device__ inline int class_of(const ForwardParams& p, const PackedSequence& s, int block, int size) {
-  const int first = first_of<C, kKeys>(s, block, size), end = first + size;
+__device__ inline int class_of(const ForwardParams& p, const PackedSequence& s, int first, int size) {
+  const int end = first + size;
   int met = 0;
   if (kKeys && first < s.used_k) {
     const RowRange rows = visible_rows<C>(p, s, first, min(end, s.used_k));
@@ -59,7 +55,7 @@ __device__ inline int class_of(const ForwardParams& p, const PackedSequence& s, 
     const KeyRange keys = visible_keys<C>(p, s, max(first, 0), min(end, s.used_q));
     met = max(keys.last - keys.first, 0);
   }
-  return static_cast<int>((kClasses - 1) * (1 - static_cast<float>(met) / max(Side<kKeys>::passing(s), 1)));
+  return static_cast<int>((kClasses - 1) * (1 - __fdividef(static_cast<float>(met), static_cast<float>(max(Side<kKeys>::passing(s), 1)))));
 }
 
 // Sequences of a step are taken for evenly spread over all.
@@ -67,108 +63,117 @@ template <bool kKeys>
 __device__ inline int section_of(const ForwardParams& p, const Smem& smem, const PackedSequence& s, int b) {
   const int own = Side<kKeys>::passing(s), step = step_of(own), before = smem.tokens[step];
   const float others = static_cast<float>(smem.tokens[step + 1] - before - own);
-  const float first = static_cast<float>(before) + others * (static_cast<float>(b + 1) / static_cast<float>(p.batch + 2));
-  return clamp(static_cast<int>(first / static_cast<float>(p.section)), 0, kSections - 1);
+  const float first = static_cast<float>(before) + others * __fdividef(static_cast<float>(b + 1), static_cast<float>(p.batch + 2));
+  return clamp(static_cast<int>(__fdividef(first, static_cast<float>(p.section))), 0, kSections - 1);
 }
 
-// Scope: block. Calls seen(sequence, its number, its section, block) once for each tile.
-template <class C, bool kKeys, class Seen>
-__device__ inline void for_each_tile(const ForwardParams& p, Smem& smem, int size, Seen seen) {
-  if (threadIdx.x == 0) smem.num_many = 0;
-  __syncthreads();
-  const int sequences = p.batch + 2;
-  int each = 1;  // threads
-  while (each < 32 && 2 * each * sequences <= kThreads) each *= 2;
-  for (int n = threadIdx.x; n < each * sequences; n += kThreads) {
-    const int b = n / each - 1, own = n % each;
-    const PackedSequence s = sequence_of<C>(p, b);
-    const int count = (Side<kKeys>::length(s) + size - 1) / size;
-    if (count > kFew * each) {
-      bool later = each > 1;  // then there is room for all of them
-      if (own == 0) {
-        const int place = atomicAdd(&smem.num_many, 1);
-        later = place < kThreads;
-        if (later) smem.many[place] = b;
-      }
-      if (later) continue;
-    }
-    const int section = section_of<kKeys>(p, smem, s, b);
-    for (int block = own; block < count; block += each) seen(s, b, section, block);
+// Scope: warp. The sum of the numbers of this lane and those before it.
+__device__ inline int sum_up_to_lane(int sum) {
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kWarp, sum, step);
+    sum += static_cast<int>(threadIdx.x % 32) >= step ? other : 0;
   }
-  __syncthreads();
-  for (int n = threadIdx.x / 32; n < min(smem.num_many, kThreads); n += kThreads / 32) {
-    const PackedSequence s = sequence_of<C>(p, smem.many[n]);
-    const int count = (Side<kKeys>::length(s) + size - 1) / size;
-    const int section = section_of<kKeys>(p, smem, s, smem.many[n]);
-    for (int block = threadIdx.x % 32; block < count; block += 32) seen(s, smem.many[n], section, block);
-  }
-  __syncthreads();
+  return sum;
 }
 
-// Scope: block. The number of each thread becomes the sum of all before it; returns the sum of all.
+// Scope: block. Each of 4 * kThreads numbers becomes the sum of all before it; returns the sum of all.
 __device__ inline int sum_before(Smem& smem, int* numbers) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  auto sum_up_to_lane = [&](int sum) {
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kWarp, sum, step);
-      sum += lane >= step ? other : 0;
-    }
-    return sum;
-  };
-  const int own = numbers[threadIdx.x], sum = sum_up_to_lane(own);
+  auto& four = reinterpret_cast<Elements<int, 4>*>(numbers)[threadIdx.x];
+  const Elements<int, 4> own = four;
+  const int all = own.x[0] + own.x[1] + own.x[2] + own.x[3], sum = sum_up_to_lane(all);
   if (lane == 31) smem.sums[warp] = sum;
   __syncthreads();
-  const int of_warps = sum_up_to_lane(smem.sums[lane]);
-  const int before = __shfl_sync(kWarp, of_warps, max(warp - 1, 0));
-  numbers[threadIdx.x] = (warp > 0 ? before : 0) + sum - own;
+  const int of_warps = sum_up_to_lane(lane < kThreads / 32 ? smem.sums[lane] : 0);
+  const int before = __shfl_sync(kWarp, of_warps, max(warp - 1, 0)), first = (warp > 0 ? before : 0) + sum - all;
+  four = {first, first + own.x[0], first + own.x[0] + own.x[1], first + all - own.x[3]};
   __syncthreads();
   return __shfl_sync(kWarp, of_warps, 31);
 }
 
+// Where the tiles of a section go that are head h's: `first` of each head come before them. As many heads as keep to p.section tokens take
+// turns.
+__device__ inline Section section_at(const ForwardParams& p, int tokens, int first, int tiles, int heads, int h) {
+  const int groups = max((tokens + p.section - 1) / p.section, 1), together = (heads + groups - 1) / groups;
+  const int first_head = h - h % together, width = min(together, heads - first_head);
+  return {first * heads + tiles * first_head + h - first_head - first * width, width};
+}
+
 template <class C, bool kKeys>
 __device__ inline void list_tiles(const ForwardParams& p, Smem& smem, int h) {
-  static_assert(kThreads == kSteps && kThreads == kSections * kClasses && kThreads == 32 * C::kWarps);
+  static_assert(4 * kThreads == kSteps && kSteps == kSections * kClasses && kThreads == 32 * C::kWarps);
   auto* const list = static_cast<TileList*>(kKeys ? p.key_tiles : p.row_tiles);
   const int size = kKeys ? p.tile_keys : p.tile_rows, heads = kKeys ? p.num_heads_kv : p.num_heads_q;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sequences = p.batch + 2;
 
-  smem.tiles[threadIdx.x] = smem.tokens[threadIdx.x] = 0;
+  reinterpret_cast<Elements<int, 4>*>(smem.tiles)[threadIdx.x] = {};
+  reinterpret_cast<Elements<int, 4>*>(smem.tokens)[threadIdx.x] = {};
   if (threadIdx.x < kSections) smem.section_tokens[threadIdx.x] = 0;
   __syncthreads();
-  for (int b = static_cast<int>(threadIdx.x) - 1; b <= p.batch; b += kThreads) {
-    const int tokens = Side<kKeys>::passing(sequence_of<C>(p, b));
-    atomicAdd(&smem.tokens[step_of(tokens)], tokens);
-  }
-  __syncthreads();
-  const int tokens = sum_before(smem, smem.tokens);
-  if (threadIdx.x == 0) smem.tokens[kSteps] = tokens;
-  __syncthreads();
+  enum { kTokens, kTiles, kPlaces };
+  ListedTile own;  // the first tile of the lane's sequence
+  int count;
+#pragma unroll 1
+  for (int pass = kTokens;; ++pass) {
+#pragma unroll 1
+    for (int begin = 0; begin < sequences; begin += kThreads) {
+      const int each = (min(sequences - begin, kThreads) + C::kWarps - 1) / C::kWarps;  // for each warp a few
+      const int n = begin + warp * each + lane;
+      if (pass == kTokens || sequences > kThreads) {
+        PackedSequence s = {};
+        if (lane < each && n < sequences) s = sequence_of<C>(p, n - 1);
+        count = (Side<kKeys>::length(s) + size - 1) / size;
+        own = {n * heads + h, 0, s.used_q, s.used_k, s.first_q, s.first_k, s.len_q, s.len_k};
+        if (C::kFromLast && !kKeys) own.first = s.len_q - count * size;
+      }
+      const PackedSequence s = own.sequence(p);
+      const int tokens = Side<kKeys>::passing(s);
+      if (pass == kTokens) {
+        if (tokens > 0) atomicAdd(&smem.tokens[step_of(tokens)], tokens);
+        continue;
+      }
+      const int section = section_of<kKeys>(p, smem, s, n - 1);
+      if (pass == kTiles && count > 0) atomicAdd(&smem.section_tokens[section], tokens);
 
-  auto count_up = [&](const PackedSequence& s, int section, int block) {
-    return atomicAdd(&smem.tiles[section * kClasses + class_of<C, kKeys>(p, s, block, size)], 1);
-  };
-  for_each_tile<C, kKeys>(p, smem, size, [&](const PackedSequence& s, int, int section, int block) {
-    count_up(s, section, block);
-    if (block == 0) atomicAdd(&smem.section_tokens[section], Side<kKeys>::passing(s));
-  });
-  const int count = sum_before(smem, smem.tiles);
-  const bool fits = count <= most_tiles(kKeys ? p.seqlen_k : p.seqlen_q, p.batch, size);
-  if (h == 0 && threadIdx.x == 0) {
-    list->count = fits ? count * heads : 0;
-    list->taken = 0;
+      const int end = sum_up_to_lane(count), all = __shfl_sync(kWarp, end, 31);
+#pragma unroll 1
+      for (int t = lane; t - lane < all; t += 32) {
+        int whose = 0;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) whose += __shfl_sync(kWarp, end, whose + step - 1) <= t ? step : 0;
+        ListedTile tile;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          reinterpret_cast<int*>(&tile)[i] = __shfl_sync(kWarp, reinterpret_cast<const int*>(&own)[i], whose);
+        }
+        tile.first += (t - __shfl_sync(kWarp, end - count, whose)) * size;
+        const int its_section = __shfl_sync(kWarp, section, whose);
+        if (t < all) {
+          const int place = atomicAdd(&smem.tiles[its_section * kClasses + class_of<C, kKeys>(p, tile.sequence(p), tile.first, size)], 1);
+          if (pass == kPlaces) list->tiles[smem.sections[its_section].from + place * smem.sections[its_section].heads] = tile;
+        }
+      }
+    }
+    if (pass == kPlaces) return;
+    __syncthreads();
+    const int sum = sum_before(smem, pass == kTokens ? smem.tokens : smem.tiles);
+    if (pass == kTokens) {
+      if (threadIdx.x == 0) smem.tokens[kSteps] = sum;
+    } else {
+      const bool fits = sum <= most_tiles(kKeys ? p.seqlen_k : p.seqlen_q, p.batch, size);
+      if (h == 0 && threadIdx.x == 0) {
+        list->count = fits ? sum * heads : 0;
+        list->taken = 0;
+      }
+      if (!fits) return;
+      if (threadIdx.x < kSections) {
+        const int first = smem.tiles[threadIdx.x * kClasses];
+        const int end = threadIdx.x + 1 < kSections ? smem.tiles[(threadIdx.x + 1) * kClasses] : sum;
+        smem.sections[threadIdx.x] = section_at(p, smem.section_tokens[threadIdx.x], first, end - first, heads, h);
+      }
+    }
+    __syncthreads();
   }
-  if (!fits) return;
-  if (threadIdx.x <= kSections) smem.section_first[threadIdx.x] = threadIdx.x < kSections ? smem.tiles[threadIdx.x * kClasses] : count;
-  __syncthreads();
-
-  for_each_tile<C, kKeys>(p, smem, size, [&](const PackedSequence& s, int b, int section, int block) {
-    const int place = count_up(s, section, block);
-    const int first = smem.section_first[section], tiles = smem.section_first[section + 1] - first;
-    const int groups = max((smem.section_tokens[section] + p.section - 1) / p.section, 1);
-    const int together = (heads + groups - 1) / groups, first_head = h - h % together;  // heads at a time
-    const int of_head = (place - first) * min(together, heads - first_head) + h - first_head;
-    list->tiles[first * heads + tiles * first_head + of_head] =
-        ListedTile{(b + 1) * heads + h, first_of<C, kKeys>(s, block, size), s.used_q, s.used_k, s.first_q, s.first_k, s.len_q, s.len_k};
-  });
 }
 
 }  // namespace cupyflash

@@ -68,7 +68,6 @@ struct ListedKeyTiles {
   static __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& tile) {
     return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f));
   }
-  __device__ KeyWork<C> work(const ForwardParams& f, int tile) const { return work(f, list->tiles[tile]); }
 };
 template <class C>
 using KeyTilesOf = typename Choice<C::kPacked, ListedKeyTiles<C>, KeyTiles<C>>::Type;

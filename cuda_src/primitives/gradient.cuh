@@ -21,7 +21,6 @@ struct KeyWork {
   int row_first, row_last;    // row blocks of which some row sees some key
   int full_first, full_last;  // those among them whose rows all see all keys, by length, causal and window
 
-  KeyWork() = default;
   // `head` counts key heads through all batches.
   __device__ KeyWork(const ForwardParams& p, int head, int key_block) : key(key_block * C::kBlockN) {
     b = head / p.num_heads_kv;

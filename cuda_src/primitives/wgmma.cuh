@@ -19,38 +19,41 @@ struct Panels {
   __device__ static int at(int row, int chunk) { return chunk / 8 * kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16; }
 };
 
-// The descriptor of a matrix in shared memory: address, the distance of panels, the distance of 8-row groups, 128-byte swizzle.
-__device__ inline unsigned long long descriptor(unsigned smem, int panel_bytes) {
-  return (smem & 0x3ffff) >> 4 | static_cast<unsigned long long>(panel_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
+// The descriptor of a matrix in shared memory: address, the distance of panels, the distance of 8-row groups, 128-byte swizzle. What
+// differs from product to product is in its lower half, and is added there: in 64 bits the compiler carries, in three instructions that
+// wait for one another, longer than a product of 64 columns takes.
+__device__ inline unsigned descriptor(unsigned smem, int panel_bytes) {
+  return (smem & 0x3ffff) >> 4 | static_cast<unsigned>(panel_bytes >> 4) << 16;
 }
+__device__ inline unsigned long long whole(unsigned descriptor) { return descriptor | 64ull << 32 | 1ull << 62; }
 
 // S (64 x kKeys) = Q K^T, both in shared memory, queued; q is the address of the warpgroup's first row.
 template <class Element, int kRows, int kKeys, int kWidth>
 __device__ inline void issue_qk(float (&rS)[1][kKeys / 8][4], unsigned q, unsigned k) {
-  const unsigned long long a = descriptor(q, 16), b = descriptor(k, 16);
+  const unsigned a = descriptor(q, 16), b = descriptor(k, 16);
 #pragma unroll
   for (int n = 0; n < kWidth / 16; ++n) {
     const int panel = n / 4, step = n % 4 * 2;  // 32 bytes, in units of 16
-    wgmma_ss(rS[0], a + (panel * (kRows * 128 >> 4) + step), b + (panel * (kKeys * 128 >> 4) + step), n > 0, Element{});
+    wgmma_ss(rS[0], whole(a + (panel * (kRows * 128 >> 4) + step)), whole(b + (panel * (kKeys * 128 >> 4) + step)), n > 0, Element{});
   }
 }
 
 // O (64 x kWidth) = O + P V, queued; P is in registers, V in shared memory with its keys along the reduction.
 template <class Element, int kKeys, int kWidth>
 __device__ inline void issue_pv(float (&rO)[1][kWidth / 8][4], const unsigned (&rP)[kKeys / 16][4], unsigned v, int accumulate) {
-  const unsigned long long b = descriptor(v, kKeys * 128);
+  const unsigned b = descriptor(v, kKeys * 128);
 #pragma unroll
-  for (int n = 0; n < kKeys / 16; ++n) wgmma_rs(rO[0], rP[n], b + n * (16 * 128 >> 4), n > 0 ? 1 : accumulate, Element{});
+  for (int n = 0; n < kKeys / 16; ++n) wgmma_rs(rO[0], rP[n], whole(b + n * (16 * 128 >> 4)), n > 0 ? 1 : accumulate, Element{});
 }
 
 // dQ (64 x kWidth) = dS K, queued: dS in shared memory, rows of kKeys, K with its keys along the reduction.
 template <class Element, int kRows, int kKeys, int kWidth>
 __device__ inline void issue_dq(float (&rdQ)[1][kWidth / 8][4], unsigned ds, unsigned k) {
-  const unsigned long long a = descriptor(ds, 16), b = descriptor(k, kKeys * 128);
+  const unsigned a = descriptor(ds, 16), b = descriptor(k, kKeys * 128);
 #pragma unroll
   for (int n = 0; n < kKeys / 16; ++n) {
     const int panel = n / 4, step = n % 4 * 2;
-    wgmma_ss_t(rdQ[0], a + (panel * (kRows * 128 >> 4) + step), b + n * (16 * 128 >> 4), n > 0, Element{});
+    wgmma_ss_t(rdQ[0], whole(a + (panel * (kRows * 128 >> 4) + step)), whole(b + n * (16 * 128 >> 4)), n > 0, Element{});
   }
 }
 

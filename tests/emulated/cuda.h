@@ -298,6 +298,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   for (int n = 0; n < 4; ++n) x |= static_cast<unsigned>(bytes >> (selector >> 4 * n & 7) * 8 & 0xff) << 8 * n;
   return x;
 }
+inline float __fdividef(float a, float b) { return a / b; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
 template <class T>
 T atomicAdd(T* p, T x) {

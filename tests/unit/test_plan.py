@@ -224,8 +224,8 @@ def test_short_walks_of_narrow_heads_have_the_next_keys_under_way() -> None:
         (step,) = (s for s in backward(**heads | fields).steps if s.variant.family == "bwd_sm90")
         return step.variant.config.tile
 
-    assert tile(seqlen_q=2048, seqlen_k=9000) == tile(seqlen_q=9000, window_left=2040, window_right=7) == "m128n128s2k2"
-    assert tile(seqlen_q=2049) == tile(seqlen_q=1025, num_heads_q=4) == "m128n128s2"
+    assert tile(seqlen_q=1024, seqlen_k=9000) == tile(seqlen_q=9000, window_left=1016, window_right=7) == "m128n128s2k2"
+    assert tile(seqlen_q=1025) == tile(seqlen_q=513, num_heads_q=4) == "m128n128s2"
 
 
 def test_the_heads_of_a_causal_call_are_taken_so_that_blocks_get_equal_loads() -> None:
