@@ -424,7 +424,8 @@ def _diagonal(p: AttentionProblem) -> int:
 def _balanced(lengths: np.ndarray, heads: int, sharing: float, largest_load: Callable[[np.ndarray], float], tries: int = 8) -> int:
     """The section for which the largest load is the least, if in doubt the largest of no more heads than are `sharing` the L2. `lengths`
     are those of a head's tiles, falling; the tiles of all heads come section by section, falling in the last one, rising in the one before
-    it, and so on. Beside a few sections that share the heads evenly so many are tried, up to twice what shares the L2."""
+    it, and so on. Beside a few sections that share the heads evenly so many are tried, up to twice what shares the L2. Eight times that
+    made 8 x 4096 of 16 heads of 128 take 1.36 times as long in the backward, whatever their load (H200)."""
     if not len(lengths):
         return 1
     fit = max(min(int(sharing), heads), 1)
@@ -436,7 +437,7 @@ def _balanced(lengths: np.ndarray, heads: int, sharing: float, largest_load: Cal
         falls = [(sections - 1 - n) % 2 == 0 for n in range(sections)]
         wide = [min(section, shown - n * section) for n in range(sections)]
         tiles = np.concatenate([np.repeat(costs if fall else costs[::-1], width) for fall, width in zip(falls, wide, strict=True)])
-        return largest_load(tiles) * (1 if section <= fit else 1.03)
+        return largest_load(tiles) * (1 if section <= fit else 1 + 0.03 * max(section / fit - 1, 1))
 
     evenly = {_ceil_div(heads, _ceil_div(heads, fit) + n) for n in range(7)} | {min(heads, fit << n) for n in range(1, 4)}
     more = range(1, min(2 * fit, heads) + 1)

@@ -252,6 +252,14 @@ def test_the_heads_of_a_causal_call_are_taken_so_that_blocks_get_equal_loads() -
     assert plan.forward(problem(seqlen_k=4096), KNOWN["90a"]).section == 1  # all tiles are as long
 
 
+def test_sections_of_a_backward_share_the_l2_whatever_their_loads() -> None:
+    for head_dim, tokens, length in itertools.product((64, 128, 256), (1 << 14, 1 << 15, 1 << 16), (512, 2048, 4096, 8192)):
+        heads = {"num_heads_q": 2048 // head_dim, "num_heads_kv": 2048 // head_dim, "batch": tokens // length}
+        for right in (None, 0):
+            shape = heads | {"seqlen_q": length, "seqlen_k": length, "head_dim": head_dim, "head_dim_v": head_dim, "window_right": right}
+            assert 8 << 20 <= backward(**shape).section * 8 * length * head_dim <= 32 << 20
+
+
 def test_more_tiles_than_a_kernel_can_count_are_refused() -> None:
     """Also where a block takes tile after tile, and the grid is small."""
     many = problem(batch=1 << 20, num_heads_q=1 << 11, num_heads_kv=1 << 11, seqlen_q=5, seqlen_k=1)
