@@ -146,7 +146,7 @@ def around() -> Iterator[Case]:
                     if step.variant.family in ("bwd_delta", "bwd_convert", "bwd_sum", "packed_tiles"):
                         yield Case(step.variant, "90a")
     for paged in ("paged",), ():
-        yield Case(Variant("packed_tiles", "float32", 0, 0, ("fromlast", "local", "packed", *paged, "used"), SimpleConfig(32)), "90a")
+        yield Case(Variant("packed_tiles", "float32", 0, 0, ("fromlast", "local", "packed", *paged, "used"), SimpleConfig(8)), "90a")
 
 
 def over_caches() -> Iterator[Case]:
