@@ -55,8 +55,7 @@ class Plan(NamedTuple):
     section: int = 1  # heads that the kernels of sm_90 take together in the order of their tiles; of packed sequences, tokens
     tiles: tuple[int, int] = (0, 0)  # of packed sequences: rows of those in the workspace row_tiles, keys of those in key_tiles
     sum_width: int = 0  # columns that the sums of dq have
-    splits: tuple[int, int] = (0, 0)  # of decode: units of a split, or minus the splits of a sequence; and room for so many parts. Of the
-    # backward how many tiles are split, and in how many parts
+    splits: tuple[int, int] = (0, 0)  # of decode: units of a split, or minus the splits of a sequence; and room for so many parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -227,9 +226,8 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     variant, row = _choose(p, device, BACKWARD if sums_q else tuple(r for r in BACKWARD if not isinstance(r.config, BwdSm90Config)))
     tiled = isinstance(variant.config, BwdConfig | BwdSm90Config)
     sums_q = sums_q and tiled
-    splits = _splits(p, variant, device.num_sms)
     if tiled:
-        gradients = _tiled(problem, variant, row, sums_q, device.num_sms, splits)
+        gradients = _tiled(problem, variant, row, sums_q, device.num_sms)
     else:
         results = rows + batches * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
         gradients = ((variant, _blocks_of(variant, results), row.why),)
@@ -246,8 +244,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "row_sink": row_bytes if sinks else 0,
         "row_reference": row_bytes if tiled else 0,
         "dq_sum": batches * p.num_heads_q * _sum_rows(p) * variant.head_dim * 4 if sums_q else 0,
-        "next_tile": 4 + 4 * splits[0] if isinstance(variant.config, BwdSm90Config) else 0,
-        "part_sums": math.prod(splits) * _part_bytes(variant) if splits[0] else 0,
+        "next_tile": 4 if isinstance(variant.config, BwdSm90Config) else 0,
     }
     tiles = (0, 0)
     if p.packed and tiled and any(tiles := _listed(gradients)):
@@ -257,7 +254,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     if isinstance(variant.config, BwdSm90Config) and not p.packed:
         section = _section_of_keys(p, variant.config, "causal" in variant.flags, device.num_sms)
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
-    return Plan(steps, kept, section, tiles, variant.head_dim, splits)
+    return Plan(steps, kept, section, tiles, variant.head_dim)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -419,31 +416,6 @@ def _section_of_tokens(p: AttentionProblem, columns: int, num_bytes: int) -> int
     return max(num_bytes // max(2 * columns * p.num_heads_kv, 1), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
 
 
-def _splits(p: AttentionProblem, variant: Variant, blocks: int) -> tuple[int, int]:
-    """How many of the last tiles of a backward are dealt out in parts of their rows, and in how many: where all tiles are as long, those of
-    the last round would leave blocks without work. In row blocks, and what it takes to leave a part and to add up all of them besides: a
-    part is 64 or 128 kB."""
-    c = variant.config
-    if not isinstance(c, BwdSm90Config) or {"packed", "causal", "local"}.intersection(variant.flags):
-        return 0, 1
-    tiles = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
-    rows = _ceil_div(p.seqlen_q, c.block_m) * (p.num_heads_q // max(p.num_heads_kv, 1))
-    split = tiles % blocks if tiles > blocks else tiles
-
-    def cost(parts: int) -> float:
-        return _ceil_div(split * parts, blocks) * _ceil_div(rows, parts) + (1 + parts / 2 if parts > 1 else 0)
-
-    most = min(16, rows, 3 * blocks // max(split, 1), (1 << 31) // max(rows * 16, 1))
-    parts = min(range(1, max(most, 1) + 1), key=cost)
-    return (split, parts) if parts > 1 else (0, 1)
-
-
-def _part_bytes(variant: Variant) -> int:
-    """What the two warpgroups leave of a part of a tile: `PartSums` in bwd_sm90.cuh."""
-    wide = variant.family == "bwd_sm90_wide"  # a warpgroup has dK, the other dV
-    return 512 * (max(variant.head_dim, variant.head_dim_v) if wide else variant.head_dim + variant.head_dim_v)
-
-
 def _diagonal(p: AttentionProblem) -> int:
     """j - i on the diagonal."""
     return 0 if p.top_left else p.seqlen_k - p.seqlen_q
@@ -505,9 +477,7 @@ def companions(variant: Variant, row: Row) -> tuple[Variant, ...]:
     )
 
 
-def _tiled(
-    problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, num_sms: int, splits: tuple[int, int]
-) -> tuple[_Launch, ...]:
+def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, num_sms: int) -> tuple[_Launch, ...]:
     """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
     p, c = problem.forward, variant.config
     assert isinstance(c, BwdConfig | BwdSm90Config)
@@ -517,7 +487,7 @@ def _tiled(
     if {"k", "v"}.intersection(problem.wrt):
         blocks = batches * p.num_heads_kv * _num_blocks(p, p.seqlen_k, c.block_n)
         if isinstance(c, BwdSm90Config):  # a block for each SM, which takes tile after tile
-            blocks = min(_grid(variant, blocks + splits[0] * (splits[1] - 1)), num_sms)
+            blocks = min(_grid(variant, blocks), num_sms)
         adds = sums_q and isinstance(c, BwdConfig)  # the others always do
         launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))
     if sums_q:

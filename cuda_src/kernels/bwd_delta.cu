@@ -152,9 +152,7 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
 // it uses what the first loads bring before it issues the last.
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 8) bwd_delta(const __grid_constant__ cupyflash::BackwardParams p) {
   constexpr int kRows = cupyflash::Lanes<Config>::kRows;
-  if (p.next_tile && blockIdx.x == 0) {
-    for (int n = threadIdx.x; n <= p.split_tiles; n += blockDim.x) p.next_tile[n] = 0;
-  }
+  if (p.next_tile && blockIdx.x == 0 && threadIdx.x == 0) *p.next_tile = 0;
   const int length = Config::kPacked && p.dq_sum ? cupyflash::sum_rows<Config>(p.forward) : p.forward.seqlen_q;
   const cupyflash::HeadRows block(p.forward, kRows * Config::kWarps, length);
   const int row = block.row + threadIdx.x / 32 * kRows;

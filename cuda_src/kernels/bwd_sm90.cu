@@ -49,7 +49,6 @@ struct Smem {
   unsigned long long q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
   unsigned long long dq_full[2], dq_empty[2];
   float* dq_to[2];  // where dq is added; null: there is no more
-  int came;
   TilesInTurn<C> tiles;
   RawBarriers<C::kStages, C::kPacked> tails;
 };
@@ -78,7 +77,7 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
 // Scope: warpgroup. Leaves its part of dQ of a row block to the thread that has it added to the sums, 16 kB at once (512 bytes at a time
 // took 20 % longer in all). `added` counts these since the kernel began.
 template <class C>
-__device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const float (&rdQ)[QueryTiles<C>::kCount][4], const KeyShare<C>& w,
+__device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const float (&rdQ)[QueryTiles<C>::kCount][4], const KeyWork<C>& w,
                                 int h, int row, int g, int& added) {
   using Tiles = QueryTiles<C>;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, first = row + (Tiles::kByRows ? 64 * g : 0);
@@ -97,7 +96,7 @@ __device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const fl
 
 // Scope: the warpgroups that multiply. One tile, whose keys are in buffer `keys`; n counts row blocks since the kernel began.
 template <class C>
-__device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const KeyShare<C>& w, int keys, int n, int& added) {
+__device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int keys, int n, int& added) {
   using Element = typename C::Element;
   using M = Smem<C>;
   using Tiles = QueryTiles<C>;
@@ -191,16 +190,6 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     add_rows<C>(p, smem, rdQ[0], w, head_before, row_before, g, added);
   }
 
-  if constexpr (kSplits<C>) {
-    if (w.parts > 1) {
-      const PartSums<C, (C::kHeadDim + C::kHeadDimV) / 8> sums(p, w);
-      sums.leave(rdK[0], w.part, 0);
-      sums.leave(rdV[0], w.part, C::kHeadDim / 8);
-      if (!comes_last(p, w, 3, smem.came)) return n;
-      sums.sum(rdK[0], 0);
-      sums.sum(rdV[0], C::kHeadDim / 8);
-    }
-  }
   const int count = keys_of<C>(f, w.s) - key;
   const long long out_key = keys_before<C>(w.s) + key;
   if (p.dk) {
@@ -227,7 +216,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   for (int t = 0;; ++t) {
     const int buffer = uniform(t % C::kKeyBuffers), parity = t / C::kKeyBuffers % 2, tile = next_tile<C>(smem, buffer, parity);
     if (tile < 0) break;
-    const KeyShare<C> w = open_tile<C>(p, smem, tile, buffer, parity, 7);
+    const KeyWork<C> w = open_tile<C>(p.forward, smem, tile, buffer, parity, 7);
     n = multiply<C>(p, smem, w, buffer, uniform(n), added);
   }
   if (g == 0) named_barrier_sync(1, 256);  // nobody is to be waited for when the block ends

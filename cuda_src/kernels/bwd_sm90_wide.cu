@@ -35,10 +35,9 @@ struct Smem {
       keys_empty[C::kKeyBuffers], q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
   TilesInTurn<C> tiles;
   RawBarriers<C::kStages, C::kPacked> tails;
-  int came;
 };
 
-enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored, kKeysZeroed, kPartLeft };  // named barriers
+enum { kWeightsReady = 1, kScoresReady, kScoresWritten, kAllStored, kKeysZeroed };  // named barriers
 
 // The warp's first key; not to be kept through the loop before.
 template <class C>
@@ -83,23 +82,9 @@ struct QueryShare {
   __device__ void issue_none(const Smem<C>& smem) { issue<kLast>(smem, 1); }
 };
 
-// Of a tile that is split the sums of this part, or, in the block that comes last, of all: returns whether the tile's gradient is in r.
-template <class C, int kTiles>
-__device__ inline bool join(const BackwardParams& p, Smem<C>& smem, const KeyShare<C>& w, float (&r)[kTiles][4]) {
-  if constexpr (kSplits<C>) {
-    if (w.parts > 1) {
-      const PartSums<C, (C::kHeadDim > C::kHeadDimV ? C::kHeadDim : C::kHeadDimV) / 8> sums(p, w);
-      sums.leave(r, w.part, 0);
-      if (!comes_last(p, w, kPartLeft, smem.came)) return false;
-      sums.sum(r, 0);
-    }
-  }
-  return true;
-}
-
 // dV, and P^T for the other warpgroup; n counts row blocks since the kernel began. Returns which of the warp's keys are not finite.
 template <class C>
-__device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& smem, const KeyShare<C>& w, int n) {
+__device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int n) {
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32;
@@ -148,7 +133,6 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
   wgmma_wait<0>();
   release(smem.keys_empty[0]);
   share.add_last();
-  if (!join<C>(p, smem, w, rdV[0])) return 0;
   if (p.dv) {
     const int key = first_key(w);
     auto* out =
@@ -160,7 +144,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
 
 // dK, and dS for both warpgroups. Returns which of the warp's keys are not finite.
 template <class C>
-__device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem, const KeyShare<C>& w, int n) {
+__device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int n) {
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -217,7 +201,6 @@ __device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem,
   wgmma_wait<0>();
   release(smem.keys_empty[0]);
   share.add_last();
-  if (!join<C>(p, smem, w, rdK[0])) return 0;
   if (p.dk) {
     const int key = first_key(w);
     auto* out =
@@ -244,7 +227,7 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   for (int t = 0;; ++t) {
     const int tile = next_tile<C>(smem, 0, t % 2);
     if (tile < 0) break;
-    const KeyShare<C> w = open_tile<C>(p, smem, tile, 0, t % 2, kKeysZeroed);
+    const KeyWork<C> w = open_tile<C>(p.forward, smem, tile, 0, t % 2, kKeysZeroed);
     n = uniform(n);
     unsigned again = first ? value_gradients<C>(p, smem, w, n) : key_gradients<C>(p, smem, w, n);
     n += RowBlocks<C>(p.forward, w).left;

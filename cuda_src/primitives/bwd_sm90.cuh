@@ -12,37 +12,18 @@ struct TensorMaps {
   TensorMap q, k, v, dout;  // 4-D: column, row, head, batch
 };
 
-// Where all tiles are as long, the last ones would leave most SMs without work, so each is dealt out in parts.
-template <class C>
-constexpr bool kSplits = !(C::kPacked || C::kCausal || C::kLocal);
-
-// A block of keys, and which part of the row blocks that pass by it.
-template <class C>
-struct KeyShare : KeyWork<C> {
-  int part = 0, parts = 1, split = 0;  // split: the number of its tile among those in parts
-  __device__ explicit KeyShare(const KeyWork<C>& w) : KeyWork<C>(w) {}
-};
-
 // The row blocks that pass by a block of keys: of each query head that reads it, from the first that sees it on. (Starts spread over all
 // rows, so that blocks do not add to the same sums of dQ at a time, made no difference: 0.5 % slower.)
 template <class C>
 struct RowBlocks {
   int h, i, left;
-  __device__ RowBlocks(const ForwardParams& f, const KeyShare<C>& w) {
+  __device__ RowBlocks(const ForwardParams& f, const KeyWork<C>& w) {
     const int group = f.num_heads_q / f.num_heads_kv;
     h = w.h_kv * group;
     i = w.row_first;
     left = group * (w.row_last - w.row_first);
-    if constexpr (kSplits<C>) {
-      if (w.parts > 1) {
-        const int all = left, before = all * w.part / w.parts;
-        left = all * (w.part + 1) / w.parts - before;
-        h += before / max(w.row_last - w.row_first, 1);
-        i += before % max(w.row_last - w.row_first, 1);
-      }
-    }
   }
-  __device__ void next(const KeyShare<C>& w) {
+  __device__ void next(const KeyWork<C>& w) {
     --left;
     if (++i == w.row_last) {
       i = w.row_first;
@@ -56,34 +37,23 @@ struct RowBlocks {
 // mean under a causal mask, 1.03-1.07 where each head falls.
 template <class C>
 struct KeyTiles {
-  int key_blocks, heads, section, split_tiles, split_parts;
+  int key_blocks, heads, section;
 
-  __device__ explicit KeyTiles(const BackwardParams& p) {
-    const ForwardParams& f = p.forward;
-    split_tiles = kSplits<C> ? static_cast<int>(p.split_tiles) : 0;
-    split_parts = kSplits<C> ? static_cast<int>(p.split_parts) : 1;
+  __device__ explicit KeyTiles(const ForwardParams& f) {
     key_blocks = (f.seqlen_k + C::kBlockN - 1) / C::kBlockN;
     heads = f.batch * f.num_heads_kv;
     section = f.section;
   }
 
-  __device__ long long count() const { return static_cast<long long>(key_blocks) * heads + split_tiles * (split_parts - 1); }
+  __device__ long long count() const { return static_cast<long long>(key_blocks) * heads; }
   __device__ int find(int tile) const { return tile; }
 
-  __device__ KeyShare<C> work(const ForwardParams& f, int item) const {
-    const int whole = key_blocks * heads - split_tiles, split = item >= whole ? (item - whole) / split_parts : 0;
-    const int tile = item >= whole ? whole + split : item;
+  __device__ KeyWork<C> work(const ForwardParams& f, int tile) const {
     const int n = tile / (section * key_blocks), inside = tile % (section * key_blocks);
     const int wide = min(section, heads - n * section);
     int key_block = inside / wide;
     if ((heads - 1) / section % 2 != n % 2) key_block = key_blocks - 1 - key_block;
-    KeyShare<C> share(KeyWork<C>(f, n * section + inside % wide, key_block));
-    if (kSplits<C> && item >= whole) {
-      share.part = (item - whole) % split_parts;
-      share.parts = split_parts;
-      share.split = split;
-    }
-    return share;
+    return KeyWork<C>(f, n * section + inside % wide, key_block);
   }
 };
 
@@ -92,11 +62,11 @@ template <class C>
 struct ListedKeyTiles {
   const TileList* list;
 
-  __device__ explicit ListedKeyTiles(const BackwardParams& p) : list(static_cast<const TileList*>(p.forward.key_tiles)) {}
+  __device__ explicit ListedKeyTiles(const ForwardParams& f) : list(static_cast<const TileList*>(f.key_tiles)) {}
   __device__ long long count() const { return list->count; }
   __device__ ListedTile find(int tile) const { return list->tiles[tile]; }
-  static __device__ KeyShare<C> work(const ForwardParams& f, const ListedTile& tile) {
-    return KeyShare<C>(KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f)));
+  static __device__ KeyWork<C> work(const ForwardParams& f, const ListedTile& tile) {
+    return KeyWork<C>(f, tile.b(f.num_heads_kv), tile.h(f.num_heads_kv), tile.first / C::kBlockN, tile.sequence(f));
   }
 };
 template <class C>
@@ -109,11 +79,11 @@ struct TilesInTurn {
   int number[C::kKeyBuffers];
   ListedTile listed[C::kPacked ? C::kKeyBuffers : 1];
 
-  __device__ KeyShare<C> work(const BackwardParams& p, int buffer, int tile) const {
+  __device__ KeyWork<C> work(const ForwardParams& f, int buffer, int tile) const {
     if constexpr (C::kPacked) {
-      return KeyTilesOf<C>::work(p.forward, listed[buffer]);
+      return KeyTilesOf<C>::work(f, listed[buffer]);
     } else {
-      return KeyTilesOf<C>(p).work(p.forward, tile);
+      return KeyTilesOf<C>(f).work(f, tile);
     }
   }
 };
@@ -198,7 +168,7 @@ __device__ inline void load_keys(const TensorMaps& maps, M& smem, const KeyWork<
 
 // Scope: one thread. Queues Q and dO of all row blocks that pass by; n counts row blocks since the kernel began.
 template <class C, class M>
-__device__ inline void load_rows(const ForwardParams& f, const TensorMaps& maps, M& smem, const KeyShare<C>& w, int& n) {
+__device__ inline void load_rows(const ForwardParams& f, const TensorMaps& maps, M& smem, const KeyWork<C>& w, int& n) {
   for (RowBlocks<C> rows(f, w); rows.left > 0; ++n, rows.next(w)) {
     const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
     const int row = static_cast<int>(rows_before<C>(w.s)) + rows.i * C::kBlockM, batch = C::kPacked ? 0 : w.b;
@@ -218,7 +188,7 @@ __device__ inline void load_rows(const ForwardParams& f, const TensorMaps& maps,
 
 // Scope: warp. Copies LSE and delta of the same; `phases` has a bit for each of the barriers of tiles that hold rows of the next sequence.
 template <class C, class M>
-__device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyShare<C>& w, int& n, unsigned& phases) {
+__device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyWork<C>& w, int& n, unsigned& phases) {
   const ForwardParams& f = p.forward;
   for (RowBlocks<C> rows(f, w); rows.left > 0; ++n, rows.next(w)) {
     const int stage = n % C::kStages, parity = n / C::kStages % 2 ^ 1;
@@ -248,7 +218,7 @@ __device__ inline void copy_vectors(const BackwardParams& p, M& smem, const KeyS
 // Scope: one thread. Queues the copies of tile after tile, as they are given out.
 template <class C, class M>
 __device__ inline void copy_tiles(const BackwardParams& p, const TensorMaps& maps, M& smem) {
-  const KeyTilesOf<C> tiles(p);
+  const KeyTilesOf<C> tiles(p.forward);
   int tile = blockIdx.x, n = 0;
   for (int t = 0;; ++t) {
     const int buffer = t % C::kKeyBuffers, parity = t / C::kKeyBuffers % 2 ^ 1;
@@ -258,7 +228,7 @@ __device__ inline void copy_tiles(const BackwardParams& p, const TensorMaps& map
       return mbarrier_arrive(smem_address(&smem.tiles.full[buffer]));
     }
     const auto found = tiles.find(tile);
-    const KeyShare<C> w = tiles.work(p.forward, found);
+    const KeyWork<C> w = tiles.work(p.forward, found);
     mbarrier_wait(smem_address(&smem.keys_empty[buffer]), parity);
     smem.tiles.number[buffer] = tile;
     if constexpr (C::kPacked) smem.tiles.listed[buffer] = found;
@@ -281,7 +251,7 @@ __device__ inline void copy_vectors_of_tiles(const BackwardParams& p, M& smem) {
     mbarrier_wait(smem_address(&smem.tiles.full[buffer]), t / C::kKeyBuffers % 2);
     const int tile = smem.tiles.number[buffer];
     if (tile < 0) return;
-    const KeyShare<C> w = smem.tiles.work(p, buffer, tile);
+    const KeyWork<C> w = smem.tiles.work(p.forward, buffer, tile);
     __syncwarp();
     release(smem.keys_empty[buffer]);  // where no row sees the keys, nothing else says that this warp knows which they are
     copy_vectors<C>(p, smem, w, n, phases);
@@ -296,8 +266,8 @@ __device__ inline int next_tile(const M& smem, int buffer, int parity) {
 }
 // Scope: the same. Waits for its keys.
 template <class C, class M>
-__device__ inline KeyShare<C> open_tile(const BackwardParams& p, M& smem, int tile, int buffer, int parity, int barrier) {
-  KeyShare<C> w = smem.tiles.work(p, buffer, tile);
+__device__ inline KeyWork<C> open_tile(const ForwardParams& f, M& smem, int tile, int buffer, int parity, int barrier) {
+  KeyWork<C> w = smem.tiles.work(f, buffer, tile);
   w.b = uniform(w.b);
   w.h_kv = uniform(w.h_kv);
   w.key = uniform(w.key);
@@ -308,11 +278,6 @@ __device__ inline KeyShare<C> open_tile(const BackwardParams& p, M& smem, int ti
   w.row_last = uniform(w.row_last);
   w.full_first = uniform(w.full_first);
   w.full_last = uniform(w.full_last);
-  if constexpr (kSplits<C>) {
-    w.part = uniform(w.part);
-    w.parts = uniform(w.parts);
-    w.split = uniform(w.split);
-  }
   if constexpr (C::kPacked) {
     w.s.first_q = uniform(w.s.first_q);
     w.s.first_k = uniform(w.s.first_k);
@@ -322,44 +287,6 @@ __device__ inline KeyShare<C> open_tile(const BackwardParams& p, M& smem, int ti
   mbarrier_wait(smem_address(&smem.keys_full[buffer]), parity);
   zero_keys<C>(smem, w, buffer, barrier);
   return w;
-}
-
-// dK and dV of a tile that is split: each thread of the two warpgroups that multiply leaves what it has of them, and of the parts the block
-// that comes last adds all up, in their order. kOfThread: four neighbouring accumulators of a thread each.
-template <class C, int kOfThread>
-struct PartSums {
-  float* g;
-  int parts;
-
-  __device__ PartSums(const BackwardParams& p, const KeyShare<C>& w)
-      : g(p.part_sums + (static_cast<long long>(w.split) * w.parts * kOfThread * 256 + threadIdx.x - 128) * 4), parts(w.parts) {}
-  __device__ float* at(int part, int n) const { return g + (part * kOfThread + n) * (256 * 4); }
-  template <int kTiles>
-  __device__ void leave(const float (&r)[kTiles][4], int part, int first) const {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) *reinterpret_cast<float4*>(at(part, first + n)) = float4{r[n][0], r[n][1], r[n][2], r[n][3]};
-  }
-  template <int kTiles>
-  __device__ void sum(float (&r)[kTiles][4], int first) const {
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part) {
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        float of_part[4];
-        global_load_l2_4(of_part, at(part, first + n));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) r[n][e] = part == 0 ? of_part[e] : r[n][e] + of_part[e];
-      }
-    }
-  }
-};
-// Scope: the two warpgroups, which have left their part. Whether all others have; `came` is in shared memory.
-template <class C>
-__device__ inline bool comes_last(const BackwardParams& p, const KeyShare<C>& w, int barrier, int& came) {
-  named_barrier_sync(barrier, 256);
-  if (threadIdx.x == 128) came = count_up(p.next_tile + 1 + w.split);
-  named_barrier_sync(barrier, 256);
-  return uniform(came) == w.parts - 1;
 }
 
 // Two neighbouring query rows' numbers for each 8 of them, as the lanes have the columns of S^T.
