@@ -245,7 +245,7 @@ def _on_gpu(
     schedule = plan.backward(problem, device)
     numbers = (
         params.numbers(problem.forward, operands, schedule.section, schedule.tiles),
-        params.backward_numbers(problem, more, schedule.sum_width),
+        params.backward_numbers(problem, more, schedule.sums, schedule.splits),
     )
     maps = launch.maps_of(schedule, operands._asdict() | {"dout": more.dout}, like.device_id)
     packing = launch.Packing("Q" * len(params.POINTER_NAMES), numbers, params.BACKWARD.size, *maps)

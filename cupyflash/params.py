@@ -52,13 +52,13 @@ _NUMBERS = struct.Struct("<" + "".join(code for _, code in FORWARD_FIELDS if cod
 # What follows the forward's fields in the argument of the backward's kernels: gradients and workspaces by the names of their buffers.
 BACKWARD_POINTER_NAMES = (
     *("dout", "dlse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsink"),
-    *("row_lse", "row_delta", "row_slope", "row_sink", "row_reference", "dq_sum", "next_tile"),
+    *("row_lse", "row_delta", "row_slope", "row_sink", "row_reference", "dq_sum", "next_tile", "part_sums"),
 )
 _BACKWARD_NUMBERS = (
     *(f"dout_stride_{axis}" for axis in ("batch", "seq", "head", "dim")),
     *(f"{name}_stride_{axis}" for name in ("lse", "dlse") for axis in ("batch", "head", "seq")),
     *(f"{name}_stride_{axis}" for name in ("dq", "dk", "dv") for axis in ("batch", "seq", "head")),
-    *("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch", "dq_sum_width"),
+    *("dbias_batch", "dbias_heads", "dbias_q", "dbias_k", "dalibi_batch", "dq_sum_width", "dq_sum_rows", "split_tiles", "split_parts"),
 )
 BACKWARD_FIELDS = (*FORWARD_FIELDS, *((name, "Q") for name in BACKWARD_POINTER_NAMES), *((name, "q") for name in _BACKWARD_NUMBERS))
 BACKWARD = struct.Struct("<" + "".join(code for _, code in BACKWARD_FIELDS))
@@ -211,8 +211,8 @@ def backward_pointers(addresses: Sequence[int]) -> bytes:
     return _POINTERS_OF_BACKWARD.pack(*addresses)
 
 
-def backward_numbers(p: BackwardProblem, g: BackwardOperands, sum_width: int = 0) -> bytes:
-    """What follows those pointers: the same for every call of the same shapes, strides and options; `sum_width` is the plan's."""
+def backward_numbers(p: BackwardProblem, g: BackwardOperands, sums: tuple[int, int] = (0, 0), splits: tuple[int, int] = (0, 1)) -> bytes:
+    """What follows those pointers: the same for every call of the same shapes, strides and options; `sums` and `splits` are the plan's."""
     return _NUMBERS_OF_BACKWARD.pack(
         *g.dout.strides,
         *g.lse.strides,
@@ -222,7 +222,8 @@ def backward_numbers(p: BackwardProblem, g: BackwardOperands, sum_width: int = 0
         *_strides(g.dv, 4)[:3],
         *(p.bias_shape or (0, 0, 0, 0)),
         p.slopes_batch,
-        sum_width,
+        *sums,
+        *splits,
     )
 
 

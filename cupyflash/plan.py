@@ -54,8 +54,9 @@ class Plan(NamedTuple):
     workspaces: tuple[tuple[str, int], ...] = ()
     section: int = 1  # heads that the kernels of sm_90 take together in the order of their tiles; of packed sequences, tokens
     tiles: tuple[int, int] = (0, 0)  # of packed sequences: rows of those in the workspace row_tiles, keys of those in key_tiles
-    sum_width: int = 0  # columns that the sums of dq have
-    splits: tuple[int, int] = (0, 0)  # of decode: units of a split, or minus the splits of a sequence; and room for so many parts
+    sums: tuple[int, int] = (0, 0)  # of dq: columns, and rows of a head
+    splits: tuple[int, int] = (0, 0)  # of decode: units of a split, or minus the splits of a sequence; and room for so many parts. Of the
+    # backward how many tiles are split, and in how many parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -226,8 +227,10 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     variant, row = _choose(p, device, BACKWARD if sums_q else tuple(r for r in BACKWARD if not isinstance(r.config, BwdSm90Config)))
     tiled = isinstance(variant.config, BwdConfig | BwdSm90Config)
     sums_q = sums_q and tiled
+    sums = variant.head_dim, _sum_rows(p, variant)
+    splits = _splits(p, variant, device.num_sms)
     if tiled:
-        gradients = _tiled(problem, variant, row, sums_q, device.num_sms)
+        gradients = _tiled(problem, variant, row, sums_q, device.num_sms, splits)
     else:
         results = rows + batches * p.num_heads_kv * p.seqlen_k + math.prod(problem.bias_shape or (0,))
         gradients = ((variant, _blocks_of(variant, results), row.why),)
@@ -243,8 +246,9 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
         "row_slope": row_bytes if slopes else 0,
         "row_sink": row_bytes if sinks else 0,
         "row_reference": row_bytes if tiled else 0,
-        "dq_sum": batches * p.num_heads_q * _sum_rows(p) * variant.head_dim * 4 if sums_q else 0,
-        "next_tile": 4 if isinstance(variant.config, BwdSm90Config) else 0,
+        "dq_sum": batches * p.num_heads_q * math.prod(sums) * 4 if sums_q else 0,
+        "next_tile": 4 + 4 * splits[0] if isinstance(variant.config, BwdSm90Config) else 0,
+        "part_sums": math.prod(splits) * 512 * (variant.head_dim + variant.head_dim_v) if splits[0] else 0,
     }
     tiles = (0, 0)
     if p.packed and tiled and any(tiles := _listed(gradients)):
@@ -254,7 +258,7 @@ def backward(problem: BackwardProblem, device: DeviceSpec) -> Plan:
     if isinstance(variant.config, BwdSm90Config) and not p.packed:
         section = _section_of_keys(p, variant.config, "causal" in variant.flags, device.num_sms)
     kept = tuple((name, num_bytes) for name, num_bytes in workspaces.items() if num_bytes or name in ("row_lse", "row_delta"))
-    return Plan(steps, kept, section, tiles, variant.head_dim)
+    return Plan(steps, kept, section, tiles, sums, splits)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -416,6 +420,26 @@ def _section_of_tokens(p: AttentionProblem, columns: int, num_bytes: int) -> int
     return max(num_bytes // max(2 * columns * p.num_heads_kv, 1), _ceil_div(max(p.seqlen_q, p.seqlen_k), 63), 1)
 
 
+def _splits(p: AttentionProblem, variant: Variant, blocks: int) -> tuple[int, int]:
+    """How many of the last tiles of a backward are dealt out in parts of their rows, and in how many: where all tiles are as long, those of
+    the last round would leave blocks without work. The cost is in row blocks, 2.2-2.4 us each on an H200: of the last round, of parts of 64
+    or 128 kB to be left and added up, and something of every tile for a kernel that can."""
+    c = variant.config
+    if variant.family != "bwd_sm90" or {"packed", "causal", "local"}.intersection(variant.flags):
+        return 0, 1
+    assert isinstance(c, BwdSm90Config)
+    tiles = p.batch * p.num_heads_kv * _ceil_div(p.seqlen_k, c.block_n)
+    rows = _ceil_div(p.seqlen_q, c.block_m) * (p.num_heads_q // max(p.num_heads_kv, 1))
+    split = tiles % blocks if tiles > blocks else tiles
+
+    def cost(parts: int) -> float:
+        return _ceil_div(split * parts, blocks) * _ceil_div(rows, parts) + (1 + parts / 2 + 0.2 * (tiles // blocks) if parts > 1 else 0)
+
+    most = min(16, rows, 3 * blocks // max(split, 1))
+    parts = min(range(1, max(most, 1) + 1), key=cost)
+    return (split, parts) if parts > 1 else (0, 1)
+
+
 def _diagonal(p: AttentionProblem) -> int:
     """j - i on the diagonal."""
     return 0 if p.top_left else p.seqlen_k - p.seqlen_q
@@ -461,8 +485,7 @@ _Launch = tuple[Variant, int, str]  # how many blocks, and why
 
 def rounding(variant: Variant) -> Variant:
     """The kernel that makes dq of the sums that a tiled one has added up."""
-    panels = variant.family == "bwd_sm90" and variant.head_dim == 128  # two warpgroups, 64 columns each
-    flags = tuple(sorted((*variant.flags, "panels"))) if panels else variant.flags
+    flags = tuple(sorted((*variant.flags, "panels"))) if _has_panels(variant) else variant.flags
     return variant._replace(family="bwd_convert", flags=flags, config=_BY_WARPS)
 
 
@@ -477,7 +500,9 @@ def companions(variant: Variant, row: Row) -> tuple[Variant, ...]:
     )
 
 
-def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, num_sms: int) -> tuple[_Launch, ...]:
+def _tiled(
+    problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, num_sms: int, splits: tuple[int, int]
+) -> tuple[_Launch, ...]:
     """The kernels of a tiled row. With `sums_q` the first also adds up dq, by atomics, and is followed by what rounds it."""
     p, c = problem.forward, variant.config
     assert isinstance(c, BwdConfig | BwdSm90Config)
@@ -487,12 +512,12 @@ def _tiled(problem: BackwardProblem, variant: Variant, row: Row, sums_q: bool, n
     if {"k", "v"}.intersection(problem.wrt):
         blocks = batches * p.num_heads_kv * _num_blocks(p, p.seqlen_k, c.block_n)
         if isinstance(c, BwdSm90Config):  # a block for each SM, which takes tile after tile
-            blocks = min(_grid(variant, blocks), num_sms)
-        adds = sums_q and isinstance(c, BwdConfig)  # the others always do
-        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, "dq")))) if adds else variant, blocks, row.why))
+            blocks = min(_grid(variant, blocks + splits[0] * (splits[1] - 1)), num_sms)
+        more = ["dq"] * (sums_q and isinstance(c, BwdConfig)) + ["splits"] * (splits[0] > 0)  # those of sm_90 always add up dq
+        launches.append((variant._replace(flags=tuple(sorted((*variant.flags, *more)))), blocks, row.why))
     if sums_q:
         convert = rounding(variant)
-        blocks = _grid(convert, heads * _ceil_div(_sum_rows(p) if p.packed else p.seqlen_q, 16 * _BY_WARPS.warps))
+        blocks = _grid(convert, heads * _ceil_div(_sum_rows(p, variant) if p.packed else p.seqlen_q, 16 * _BY_WARPS.warps))
         launches.append((convert, blocks, "dq from its sums"))
     if isinstance(c, BwdConfig):
         assert row.dq is not None
@@ -520,7 +545,7 @@ def _delta(p: AttentionProblem, variant: Variant, sums_q: bool) -> _Launch:
         flags.append("unaligned")
     width = max(64, 1 << (p.head_dim_v - 1).bit_length())
     delta = Variant("bwd_delta", p.dtype, width, width, tuple(sorted(flags)), _BY_WARPS)
-    length = _sum_rows(p) if p.packed and sums_q else p.seqlen_q  # it also zeroes those sums
+    length = _sum_rows(p, variant) if p.packed and sums_q else p.seqlen_q  # it also zeroes those sums
     blocks = (1 if p.packed else p.batch) * p.num_heads_q * _ceil_div(length, _BY_WARPS.warps * _DELTA_ELEMENTS // width)
     return delta, _grid(delta, blocks), "what each row must know of its other keys"
 
@@ -662,9 +687,16 @@ def _num_blocks(p: AttentionProblem, length: int, size: int) -> int:
     return _most_tiles(length, p.batch, size) if p.packed else _ceil_div(length, size)
 
 
-def _sum_rows(p: AttentionProblem) -> int:
-    """Rows that the sums of dq have of a head: `sum_rows` in work.cuh."""
-    return _round_up(p.seqlen_q + 64 * (p.batch + 1) + 1, 64) if p.packed else _round_up(p.seqlen_q, 64)
+def _has_panels(variant: Variant) -> bool:
+    """Whether the sums of dq lie in panels of 64 rows and columns: each of two warpgroups has its columns."""
+    return variant.family == "bwd_sm90" and variant.head_dim == 128
+
+
+def _sum_rows(p: AttentionProblem, variant: Variant) -> int:
+    """Rows that the sums of dq have of a head, of which blocks of 64 are whole. Packed: each sequence, and what lies before and behind them
+    all, begins with a tile, or panel, of its own: `sum_rows_before` in work.cuh."""
+    whole = 64 if not p.packed or _has_panels(variant) else 16
+    return _round_up(p.seqlen_q, whole) + (whole * (p.batch + 1) + 64 - whole if p.packed else 0)
 
 
 def _listed(launches: tuple[_Launch, ...]) -> tuple[int, int]:

@@ -312,7 +312,7 @@ class Model:
         moved += [self._work(name, read=over_rows) for name in vectors]
         moved += [self._work("row_tiles" if isinstance(c, BwdRowsConfig) else "key_tiles", read=1)]
         if adds:
-            moved.append(self._work("dq_sum", read=over_rows, written=over_rows))
+            moved += [self._work("dq_sum", read=over_rows, written=over_rows), self._work("part_sums", read=1, written=1)]
         made = {"bwd_sm80_dq": ("q",), "bwd_sm80_dbias": ("bias",), "bwd_simple": ("q", "k", "v", "bias")}.get(family, ("k", "v"))
         moved += [self._write(f"d{name}") for name in made if name in self.wrt]
         return [*moved, *([self._work("row_slope", written=1)] if family == "bwd_sm80_dq" else [])]

@@ -52,7 +52,7 @@ __device__ inline void convert(const BackwardParams& p, int b, int h, int row) {
 
 // At least two blocks an SM: without a number ptxas keeps to 96 registers on some architectures, and spills.
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 2) bwd_convert(const __grid_constant__ cupyflash::BackwardParams p) {
-  const int length = Config::kPacked ? cupyflash::sum_rows<Config>(p.forward) : p.forward.seqlen_q;
+  const int length = Config::kPacked ? static_cast<int>(p.dq_sum_rows) : p.forward.seqlen_q;
   const cupyflash::HeadRows block(p.forward, 16 * Config::kWarps, length);
   const int row = block.row + threadIdx.x / 32 * 16;
   if (row < length) cupyflash::convert<Config>(p, block.b, block.h, row);

@@ -26,7 +26,7 @@ struct Lanes {
 template <class C>
 __device__ inline void zero_sums(const BackwardParams& p, int b, int h, int row) {
   const ForwardParams& f = p.forward;
-  const int width = static_cast<int>(p.dq_sum_width), rows = sum_rows<C>(f);
+  const int width = static_cast<int>(p.dq_sum_width), rows = static_cast<int>(p.dq_sum_rows);
   const int count = row + Lanes<C>::kRows < (C::kPacked ? rows : f.seqlen_q) ? Lanes<C>::kRows : rows - row;
   float* g = p.dq_sum + ((static_cast<long long>(b) * f.num_heads_q + h) * rows + row) * width;
 #pragma unroll 8
@@ -152,8 +152,10 @@ __device__ inline void rows_delta(const BackwardParams& p, int b, int h, int row
 // it uses what the first loads bring before it issues the last.
 extern "C" __global__ void __launch_bounds__(32 * Config::kWarps, 8) bwd_delta(const __grid_constant__ cupyflash::BackwardParams p) {
   constexpr int kRows = cupyflash::Lanes<Config>::kRows;
-  if (p.next_tile && blockIdx.x == 0 && threadIdx.x == 0) *p.next_tile = 0;
-  const int length = Config::kPacked && p.dq_sum ? cupyflash::sum_rows<Config>(p.forward) : p.forward.seqlen_q;
+  if (p.next_tile && blockIdx.x == 0) {
+    for (int n = threadIdx.x; n <= p.split_tiles; n += 32 * Config::kWarps) p.next_tile[n] = 0;
+  }
+  const int length = Config::kPacked && p.dq_sum ? static_cast<int>(p.dq_sum_rows) : p.forward.seqlen_q;
   const cupyflash::HeadRows block(p.forward, kRows * Config::kWarps, length);
   const int row = block.row + threadIdx.x / 32 * kRows;
   if (row < length) cupyflash::rows_delta<Config>(p, block.b, block.h, row);

@@ -5,7 +5,8 @@
 //            dP^T = V dO^T have the keys as rows, so that P^T and dS^T are the left operands of dV and dK where they are, in registers.
 //            Only dS goes through shared memory, for dQ = dS K.
 // Work       A tile is kBlockN keys of one key head: all query heads that read it, one after another, so no sum over them is left. There is
-//            a block for each SM, which asks for tile after tile.
+//            a block for each SM, which asks for tile after tile. Where all are as long, those of the last round are dealt out in parts of
+//            their rows (kSplits, plan._splits), and the block that comes last adds up dK and dV of the parts.
 // Walk       Row blocks upwards from the first that sees a key, of each query head.
 // Threads    Warpgroup 0 copies: a thread finds and queues the tiles, a warp fetches LSE and delta, and two threads queue the sums of dQ.
 //            The other two have 64 keys each of S, dP, dK and dV; of dQ each has half: of the columns, or of the rows of a block of 128.
@@ -39,7 +40,8 @@ struct Smem {
   alignas(1024) char v[C::kKeyBuffers][TileV::kBytes];
   alignas(1024) char q[C::kStages][TileQ::kBytes];
   alignas(1024) char dout[C::kStages][TileO::kBytes];
-  // Rows are query rows. Before its turn a warpgroup may write over what was read three row blocks ago, in its turn two.
+  // Rows are query rows. A warpgroup may write over what both have read: before its turn that is of three row blocks ago, or of two for the
+  // second one, which comes after the other; in its turn of two.
   static constexpr int kTilesS = C::kKeyBuffers == 1 ? 3 : 2;
   alignas(1024) char ds[kTilesS][TileS::kBytes];
   float4 dq[2][4][QueryTiles<C>::kCount][32];  // of the warps of two warpgroups, as their lanes hold it
@@ -49,6 +51,7 @@ struct Smem {
   unsigned long long q_full[C::kStages], q_empty[C::kStages], dout_full[C::kStages], dout_empty[C::kStages];
   unsigned long long dq_full[2], dq_empty[2];
   float* dq_to[2];  // where dq is added; null: there is no more
+  int came;
   TilesInTurn<C> tiles;
   RawBarriers<C::kStages, C::kPacked> tails;
 };
@@ -77,7 +80,7 @@ __device__ inline void produce(const BackwardParams& p, const TensorMaps& maps, 
 // Scope: warpgroup. Leaves its part of dQ of a row block to the thread that has it added to the sums, 16 kB at once (512 bytes at a time
 // took 20 % longer in all). `added` counts these since the kernel began.
 template <class C>
-__device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const float (&rdQ)[QueryTiles<C>::kCount][4], const KeyWork<C>& w,
+__device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const float (&rdQ)[QueryTiles<C>::kCount][4], const KeyShare<C>& w,
                                 int h, int row, int g, int& added) {
   using Tiles = QueryTiles<C>;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, first = row + (Tiles::kByRows ? 64 * g : 0);
@@ -96,7 +99,7 @@ __device__ inline void add_rows(const BackwardParams& p, Smem<C>& smem, const fl
 
 // Scope: the warpgroups that multiply. One tile, whose keys are in buffer `keys`; n counts row blocks since the kernel began.
 template <class C>
-__device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int keys, int n, int& added) {
+__device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const KeyShare<C>& w, int keys, int n, int& added) {
   using Element = typename C::Element;
   using M = Smem<C>;
   using Tiles = QueryTiles<C>;
@@ -158,13 +161,14 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
 #pragma unroll
       for (int t = 0; t < C::kBlockM / 16; ++t) stmatrix_x4_trans(ds(n) + ds_place + t * 16 * 128, rdS[t]);
     };
-    constexpr bool kStoresBefore = M::kTilesS == 3;  // faster: 6 % at D = 64, S = 16k
-    if constexpr (kStoresBefore) store_ds();
+    // In the turn, ptxas would put off to it what makes dS as well: 6 % at D = 64.
+    const bool stores_before = M::kTilesS == 3 || g == 1;
+    if (stores_before) store_ds();
     turn();
     wgmma_fence();
     issue_pv<Element, C::kBlockM, C::kHeadDimV>(rdV, rP, sdO, 1);
     wgmma_commit();
-    if constexpr (!kStoresBefore) store_ds();
+    if (!stores_before) store_ds();
     multiply_dq(n + M::kTilesS - 1);  // the row block before; the first time of a tile nothing that is looked at
     wgmma_fence();
     issue_pv<Element, C::kBlockM, C::kHeadDim>(rdK, rdS, sQ, 1);
@@ -190,6 +194,16 @@ __device__ inline int multiply(const BackwardParams& p, Smem<C>& smem, const Key
     add_rows<C>(p, smem, rdQ[0], w, head_before, row_before, g, added);
   }
 
+  if constexpr (C::kSplits) {
+    if (w.parts > 1) {
+      const PartSums<C> sums(p, w);
+      sums.leave(rdK[0], w.part, 0);
+      sums.leave(rdV[0], w.part, C::kHeadDim / 8);
+      if (!comes_last(p, w, 3, smem.came)) return n;
+      sums.sum(rdK[0], 0);
+      sums.sum(rdV[0], C::kHeadDim / 8);
+    }
+  }
   const int count = keys_of<C>(f, w.s) - key;
   const long long out_key = keys_before<C>(w.s) + key;
   if (p.dk) {
@@ -214,9 +228,9 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   int n = 0, added = 0;
   if (g == 1) named_barrier_arrive(1, 256);  // the first turn is the other's
   for (int t = 0;; ++t) {
-    const int buffer = uniform(t % C::kKeyBuffers), parity = t / C::kKeyBuffers % 2, tile = next_tile<C>(smem, buffer, parity);
-    if (tile < 0) break;
-    const KeyWork<C> w = open_tile<C>(p.forward, smem, tile, buffer, parity, 7);
+    const int buffer = uniform(t % C::kKeyBuffers);
+    const KeyShare<C> w = next_tile<C>(smem, buffer, t / C::kKeyBuffers % 2, 7);
+    if (w.parts == 0) break;
     n = multiply<C>(p, smem, w, buffer, uniform(n), added);
   }
   if (g == 0) named_barrier_sync(1, 256);  // nobody is to be waited for when the block ends

@@ -84,7 +84,7 @@ struct QueryShare {
 
 // dV, and P^T for the other warpgroup; n counts row blocks since the kernel began. Returns which of the warp's keys are not finite.
 template <class C>
-__device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int n) {
+__device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& smem, const KeyShare<C>& w, int n) {
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32;
@@ -144,7 +144,7 @@ __device__ inline unsigned value_gradients(const BackwardParams& p, Smem<C>& sme
 
 // dK, and dS for both warpgroups. Returns which of the warp's keys are not finite.
 template <class C>
-__device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem, const KeyWork<C>& w, int n) {
+__device__ inline unsigned key_gradients(const BackwardParams& p, Smem<C>& smem, const KeyShare<C>& w, int n) {
   using Element = typename C::Element;
   const ForwardParams& f = p.forward;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -225,9 +225,8 @@ __device__ inline void consume(const BackwardParams& p, Smem<C>& smem) {
   const bool first = uniform(threadIdx.x / 128) == 1;
   int n = 0;
   for (int t = 0;; ++t) {
-    const int tile = next_tile<C>(smem, 0, t % 2);
-    if (tile < 0) break;
-    const KeyWork<C> w = open_tile<C>(p.forward, smem, tile, 0, t % 2, kKeysZeroed);
+    const KeyShare<C> w = next_tile<C>(smem, 0, t % 2, kKeysZeroed);
+    if (w.parts == 0) break;
     n = uniform(n);
     unsigned again = first ? value_gradients<C>(p, smem, w, n) : key_gradients<C>(p, smem, w, n);
     n += RowBlocks<C>(p.forward, w).left;

@@ -118,6 +118,7 @@ struct BackwardParams {
   float* row_reference;  // LSE in log2 units; NaN where rounding it would move a weight too far (gradient.cuh)
   float* dq_sum;         // sums of dQ before the scale (QuerySums in gradient.cuh); null where no kernel adds to them
   int* next_tile;        // how many tiles have been given out beyond a block's first; null where blocks do not ask
+  float* part_sums;      // dK and dV of the parts of the tiles that are split; behind next_tile is how many of each have come
 
   long long dout_stride_batch, dout_stride_seq, dout_stride_head, dout_stride_dim;
   long long lse_stride_batch, lse_stride_head, lse_stride_seq;
@@ -127,7 +128,8 @@ struct BackwardParams {
   long long dv_stride_batch, dv_stride_seq, dv_stride_head;
   long long dbias_batch, dbias_heads, dbias_q, dbias_k;
   long long dalibi_batch;
-  long long dq_sum_width;  // columns of dq_sum
+  long long dq_sum_width, dq_sum_rows;  // columns of dq_sum; its rows of a head
+  long long split_tiles, split_parts;   // so many of the last tiles are dealt out in so many parts of their rows
 };
 
 inline constexpr int kMaxParts = 32;

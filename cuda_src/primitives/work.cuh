@@ -105,15 +105,12 @@ __device__ inline Work<C> row_work(const ForwardParams& p) {
   }
 }
 
-// Rows that the sums of dQ have of a head: blocks of 64 are whole. Those of packed sequences begin at `sum_rows_before`, which leaves each
-// of them enough.
-template <class C>
-__device__ inline int sum_rows(const ForwardParams& p) {
-  return (p.seqlen_q + (C::kPacked ? 64 * (p.batch + 2) : 63)) / 64 * 64;
-}
+// Rows of the sums of dQ of a head that lie before those of a sequence, in whole tiles, or panels of 64 rows. A kernel may add its zeros
+// for rows past the end of a sequence to those of the next one; where they are NaN, of a K that is not finite, bwd_convert computes again.
 template <class C>
 __device__ inline int sum_rows_before(const SequenceOf<C>& s, int b) {
-  if constexpr (C::kPacked) return (s.first_q + 64 * (b + 1)) / 64 * 64;
+  constexpr int kWhole = C::kPanels ? 64 : 16;
+  if constexpr (C::kPacked) return (s.first_q + kWhole * (b + 1)) / kWhole * kWhole;
   return 0;
 }
 

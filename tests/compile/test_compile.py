@@ -122,10 +122,12 @@ def serves(row: Row, variant: Variant, arch: str) -> bool:
 
 
 def forms(variant: Variant, row: Row, arch: str) -> Iterator[Variant]:
-    """The kernels that a row may launch. Of the tiled backward: dk and dv with dq; without it, for one architecture, as that has less to
-    hold; dq alone; and the gradient of a bias."""
+    """The kernels that a row may launch. On Hopper without a mask one that splits tiles as well. Of the tiled backward: dk and dv with dq;
+    without it, for one architecture, as that has less to hold; dq alone; and the gradient of a bias."""
     if not isinstance(row.config, BwdConfig):
         yield variant
+        if row.family == "bwd_sm90" and not {"causal", "local", "packed"}.intersection(variant.flags):
+            yield variant._replace(flags=tuple(sorted((*variant.flags, "splits"))))
         return
     yield variant._replace(flags=tuple(sorted((*variant.flags, "dq"))))
     if arch == "80" and variant.dtype == "bfloat16" and "packed" not in variant.flags:

@@ -302,8 +302,8 @@ def test_a_tiled_backward_adds_dq_up_or_computes_it_apart() -> None:
     sums = (*reference, ("dq_sum", 2 * 8 * 1024 * 128 * 4))
     convert = {"bwd_convert_d128__w4": 2 * 8 * 16}
     assert launched() == (
-        delta | {"bwd_sm90_d128__m64n128s2": 2 * 2 * 8} | {f"{name}__panels": n for name, n in convert.items()},
-        (*sums, ("next_tile", 4)),
+        delta | {"bwd_sm90_d128__m64n128s2__splits": 4 * 2 * 2 * 8} | {f"{name}__panels": n for name, n in convert.items()},
+        (*sums, ("next_tile", 4 + 4 * 32), ("part_sums", 4 * 32 * 128 * (128 + 128) * 4)),
     )
     assert launched(tensor_maps=False) == (delta | {f"{keys}__dq": 2 * 2 * 8} | convert, sums)
     assert launched(("q", "k", "v"), {"deterministic": True}) == (delta | dk_dv | alone, reference)
@@ -312,6 +312,29 @@ def test_a_tiled_backward_adds_dq_up_or_computes_it_apart() -> None:
     names, workspaces = launched(("q", "k", "alibi_slopes"), alibi=True)  # their part of each row is a sum in one order, too
     assert [name.split("_d128")[0] for name in names] == ["bwd_delta", "bwd_sm80", "bwd_sm80_dq", "bwd_sum__w4__alibi"]
     assert workspaces == (*vectors, ("row_slope", 4 * rows), ("row_reference", 4 * rows))
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "dim", "fields", "split"),
+    [
+        (16, 16384, 128, {}, (68, 5)),  # 15.5 tiles an SM: in 16 rounds, or 15 and a little more than half of one
+        (32, 16384, 64, {}, (4, 16)),
+        (128, 2048, 128, {}, (68, 3)),
+        (256, 1024, 128, {}, (0, 1)),  # a part would cost as much as it saves
+        (512, 1024, 64, {}, (0, 1)),
+        (4, 2048, 128, {}, (64, 2)),  # fewer tiles than SMs
+        (33, 1024, 128, {}, (0, 1)),  # two whole rounds
+        (16, 16384, 128, {"window_right": 0}, (0, 1)),
+        (16, 16384, 128, {"window_left": 99}, (0, 1)),
+        (16, 16384, 128, {"packed": True}, (0, 1)),
+        (8, 16384, 256, {}, (0, 1)),
+    ],
+)
+def test_the_last_tiles_of_a_backward_are_split(heads: int, seqlen: int, dim: int, fields: dict[str, Any], split: tuple[int, int]) -> None:
+    sizes = {"batch": 1, "num_heads_q": heads, "num_heads_kv": heads, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    found = backward(("q", "k", "v"), **sizes, head_dim=dim, head_dim_v=dim, **fields)
+    assert found.splits == split
+    assert any("splits" in step.variant.flags for step in found.steps) == (split[0] > 0)
 
 
 def test_delta_shares_a_warp_out_by_the_width_of_out() -> None:
