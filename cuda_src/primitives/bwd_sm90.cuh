@@ -14,7 +14,7 @@ struct TensorMaps {
 
 // A block of keys, and which part of the row blocks that pass by it. parts = 0: there are no more.
 template <class C>
-struct alignas(16) KeyShare : KeyWork<C> {
+struct KeyShare : KeyWork<C> {
   int part = 0, parts = 1, split = 0;  // split: the number of its tile among those in parts
   __device__ explicit KeyShare(const KeyWork<C>& w) : KeyWork<C>(w) {}
 };
@@ -246,10 +246,10 @@ __device__ inline void copy_tiles(const BackwardParams& p, const TensorMaps& map
       smem.tiles.tile[buffer].parts = 0;
       return mbarrier_arrive(smem_address(&smem.tiles.full[buffer]));
     }
-    const KeyShare<C> w = tiles.work(p.forward, tiles.find(tile));
+    const KeyShare<C> found = tiles.work(p.forward, tiles.find(tile));
     mbarrier_wait(smem_address(&smem.keys_empty[buffer]), parity);
-    load_keys<C>(maps, smem, w, buffer);
-    smem.tiles.tile[buffer] = w;
+    load_keys<C>(maps, smem, found, buffer);
+    const KeyShare<C>& w = smem.tiles.tile[buffer] = found;  // from there this thread reads it, too: it has 24 registers
     mbarrier_arrive(smem_address(&smem.tiles.full[buffer]));
     load_rows<C>(p.forward, maps, smem, w, n);
     // Not before: of tiles given out while the one before them runs, the last of a causal call end up to 3 % later (simulated). kStages row
@@ -266,11 +266,11 @@ __device__ inline void copy_vectors_of_tiles(const BackwardParams& p, M& smem) {
   for (int t = 0;; ++t) {
     const int buffer = t % C::kKeyBuffers;
     mbarrier_wait(smem_address(&smem.tiles.full[buffer]), t / C::kKeyBuffers % 2);
-    const KeyShare<C> w = smem.tiles.tile[buffer];
+    const KeyShare<C>& w = smem.tiles.tile[buffer];
     if (w.parts == 0) return;
-    __syncwarp();
-    release(smem.keys_empty[buffer]);  // where no row sees the keys, nothing else says that this warp knows which they are
     copy_vectors<C>(p, smem, w, n, phases);
+    __syncwarp();
+    release(smem.keys_empty[buffer]);
   }
 }
 

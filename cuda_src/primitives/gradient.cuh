@@ -211,7 +211,8 @@ struct QuerySums {
   // Of head h of batch b; packed: of a sequence.
   __device__ static float* of_head(const BackwardParams& p, const SequenceOf<C>& s, int b, int h) {
     const long long head = (C::kPacked ? 0ll : static_cast<long long>(b)) * p.forward.num_heads_q + h;
-    return p.dq_sum + (head * p.dq_sum_rows + sum_rows_before<C>(s, b)) * C::kHeadDim;
+    const int rows = C::kPacked ? static_cast<int>(p.dq_sum_rows) : (p.forward.seqlen_q + 63) / 64 * 64;  // fewer registers
+    return p.dq_sum + (head * rows + sum_rows_before<C>(s, b)) * C::kHeadDim;
   }
   // The tile of a head, or without kPanels the one that many tiles below and to the right of the one at g.
   __device__ static float* tile(float* g, int row_tile, int column_tile) {
