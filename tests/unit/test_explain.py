@@ -170,6 +170,12 @@ def test_bytes_of_the_backward():
     assert found.standard_bytes == found.score_bytes + 4 * rows + 4 * keys
 
 
+def test_bytes_of_tiles_that_are_split():
+    found = cupyflash.explain(**BF16, head_dim=128, seqlen_q=2048, num_heads_q=4, wrt=("q", "k", "v"))
+    sums = 64 * 2 * 128 * (128 + 128) * 4  # of 4 x 16 tiles of 128 keys, in two parts each
+    assert moved(found, "bwd_sm90")["part_sums"] == (sums, sums)
+
+
 def test_a_deterministic_backward_has_a_kernel_of_its_own_for_dq():
     found = cupyflash.explain(**BF16, head_dim=64, seqlen_q=512, wrt=("q", "k", "v"), deterministic=True)
     assert [one.kernel.partition("__")[0] for one in found.tiled] == ["bwd_delta", "bwd_sm80", "bwd_sm80_dq"]

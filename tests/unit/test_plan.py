@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupyflash
@@ -335,6 +336,23 @@ def test_the_last_tiles_of_a_backward_are_split(heads: int, seqlen: int, dim: in
     found = backward(("q", "k", "v"), **sizes, head_dim=dim, head_dim_v=dim, **fields)
     assert found.splits == split
     assert any("splits" in step.variant.flags for step in found.steps) == (split[0] > 0)
+
+
+@pytest.mark.parametrize(("dim", "whole"), [(64, 16), (128, 64), (256, 16)])
+def test_the_sums_of_packed_sequences_lie_apart(rng: np.random.Generator, dim: int, whole: int) -> None:
+    """The sums of each sequence, and of what lies before and behind them all, begin where `sum_rows_before` in work.cuh says; a kernel adds
+    up to 63 rows past the end of one, and nothing past those of the head."""
+    for batch, tokens in ((1, 128), (1, 191), (3, 449), (7, 1000), (64, 9001)):  # shorter ones have a kernel for dq
+        columns, rows = backward(
+            ("q", "k", "v"), packed=True, batch=batch, seqlen_q=tokens, seqlen_k=tokens, head_dim=dim, head_dim_v=dim
+        ).sums
+        assert columns == dim
+        for _ in range(20):
+            ends = np.array([0, *np.sort(rng.integers(0, tokens + 1, batch + 1)), tokens])
+            begins = (ends[:-1] + whole * np.arange(batch + 2)) // whole * whole
+            lengths = np.diff(ends)
+            assert (begins[:-1] + -(-lengths[:-1] // whole) * whole <= begins[1:]).all()
+            assert (begins + -(-lengths // 64) * 64 <= rows).all()
 
 
 def test_delta_shares_a_warp_out_by_the_width_of_out() -> None:
