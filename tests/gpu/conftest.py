@@ -62,27 +62,27 @@ def named(nodeid: str) -> Test:
 
 
 def nested(outcomes: dict[Test, str]) -> Nested:
-    """As the file keeps them: file, function, outcome, and the parameters as one text."""
+    """As the file keeps them: file, functions that have the same, outcome, and the parameters as one text."""
     found: dict[str, dict[str, dict[str, set[str]]]] = {}
     for (file, function, parameters), outcome in outcomes.items():
         escaped = re.sub(r"[\\{},]|(?<=\.)\.", r"\\\g<0>", parameters)
         found.setdefault(file, {}).setdefault(function, {}).setdefault(outcome, set()).add(escaped)
-    return {
-        file: {
-            function: {outcome: folded(names) for outcome, names in sorted(outcomes.items())}
-            for function, outcomes in sorted(functions.items())
-        }
-        for file, functions in sorted(found.items())
-    }
+    alike: dict[str, dict[tuple[tuple[str, str], ...], list[str]]] = {}
+    for file, functions in sorted(found.items()):
+        for function, by_outcome in sorted(functions.items()):
+            key = tuple((outcome, folded(names)) for outcome, names in sorted(by_outcome.items()))
+            alike.setdefault(file, {}).setdefault(key, []).append(function)
+    return {file: {" ".join(functions): dict(key) for key, functions in keys.items()} for file, keys in alike.items()}
 
 
 def flat(tests: Nested) -> dict[Test, str]:
     return {
         (file, function, re.sub(r"\\(.)", r"\1", parameters)): outcome
         for file, functions in tests.items()
-        for function, outcomes in functions.items()
+        for alike, outcomes in functions.items()
         for outcome, names in outcomes.items()
         for parameters in unfolded(names)
+        for function in alike.split()
     }
 
 
@@ -183,6 +183,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         there = {item for item in items if outcomes.get(named(item.nodeid), "failed") != "failed"}
         config.hook.pytest_deselected(items=[*there])
         items[:] = [item for item in items if item not in there]
+    # The ways of a case side by side: they share references and kernels, so that one worker of pytest-xdist should have them.
+    first: dict[Test, int] = {}
+    cases = {item: case_of(item) for item in items}
+    for n, item in enumerate(items):
+        first.setdefault(cases[item], n)
+    items.sort(key=lambda item: first[cases[item]])
+
+
+def case_of(item: pytest.Item) -> Test:
+    """The test without those of its parameters that its file calls ways."""
+    file, function, parameters = named(item.nodeid)
+    ways = getattr(getattr(item, "module", None), "WAYS", ())
+    return file, function, "-".join(part for part in parameters.split("-") if part not in ways)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -269,6 +270,20 @@ def compile_ahead(kernels: Iterable[variants.Variant]) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // workers)) as pool:
         list(pool.map(load, ordered[first:] + ordered[:first]))
+
+
+def run_each_once(request: pytest.FixtureRequest, seeded: Callable[[Any], np.random.Generator]) -> None:
+    """The tests that a file has from elsewhere, one way each, as they are on the host: the caller notes what is planned. Not in a worker of
+    pytest-xdist: each would run them all, which takes longer than the kernels that compile when a test comes to them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    for item in request.session.items:
+        ways = item.callspec.params if item.path == request.path else {}
+        if (ways.get("on_gpu"), ways.get("kernel")) == ("cupy", "chosen") and item.obj.__module__ != request.module.__name__:
+            wanted = inspect.signature(item.obj).parameters
+            given = {name: value for name, value in (ways | {"rng": seeded(item)}).items() if name in wanted}
+            with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
+                item.obj(**given)
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import itertools
 import pickle
 import sys
@@ -23,7 +22,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflas
 
 import test_known_failures_backward  # noqa: E402
 import test_pairs_backward  # noqa: E402
-from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_vjp, nan_memory, only  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_vjp, nan_memory, only, run_each_once  # noqa: E402
 from test_known_failures_backward import *  # noqa: E402, F403
 from test_pairs_backward import *  # noqa: E402, F403
 
@@ -114,12 +113,7 @@ def kernels(request: pytest.FixtureRequest) -> None:
         patch.setattr(plan, "backward", noting)
         patch.setattr(reference, "attention_backward", REFERENCE)  # they remember for the tests
         patch.setattr(test_pairs_backward, "standard_gradients", STANDARD)
-        for item in request.session.items:
-            if item.path == request.path and (item.callspec.params["on_gpu"], item.callspec.params["kernel"]) == ("cupy", "chosen"):
-                wanted = inspect.signature(item.obj).parameters
-                given = {name: value for name, value in (item.callspec.params | {"rng": seeded(item)}).items() if name in wanted}
-                with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
-                    item.obj(**given)
+        run_each_once(request, seeded)
     found = set()
     for rows, problem in itertools.product(KERNELS.values(), problems):
         with only(*rows, table="BACKWARD"), contextlib.suppress(UnsupportedError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,19 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'c
 import ml_dtypes  # noqa: E402
 import test_kvcache  # noqa: E402
 import test_kvcache_calls  # noqa: E402
-from on_gpu import LIBRARIES, Move, compile_ahead, host_kvcache, host_merge, host_varlen, nan_memory, needs, only, row_name  # noqa: E402
+from on_gpu import (  # noqa: E402
+    LIBRARIES,
+    Move,
+    compile_ahead,
+    host_kvcache,
+    host_merge,
+    host_varlen,
+    nan_memory,
+    needs,
+    only,
+    row_name,
+    run_each_once,
+)
 from test_graphs import Graph, overwrite  # noqa: E402
 from test_known_failures_kvcache import *  # noqa: E402, F403
 from test_known_failures_kvcache import vector  # noqa: E402
@@ -98,13 +109,7 @@ def kernels(request: pytest.FixtureRequest) -> None:
     choose = plan.cached
     with only(*variants.CACHED, table="CACHED"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "cached", lambda problem, spec: (problems.setdefault(problem), choose(problem, spec))[1])
-        for item in request.session.items:
-            ways = item.callspec.params if item.path == request.path else {}
-            if (ways.get("on_gpu"), ways.get("kernel")) == ("cupy", "chosen") and item.obj.__module__ != __name__:
-                wanted = inspect.signature(item.obj).parameters
-                given = {name: value for name, value in (ways | {"rng": seeded(item)}).items() if name in wanted}
-                with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
-                    item.obj(**given)
+        run_each_once(request, seeded)
     found = set()
     for table in KERNELS.values():
         with only(*table, table="CACHED"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import pickle
 import sys
 import zlib
@@ -19,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 import test_pairs  # noqa: E402
-from on_gpu import compile_ahead, on_gpu, only  # noqa: E402, F401
+from on_gpu import compile_ahead, on_gpu, only, run_each_once  # noqa: E402, F401
 from test_known_failures import *  # noqa: E402, F403
 from test_pairs import *  # noqa: E402, F403
 
@@ -89,12 +88,7 @@ def kernels(request: pytest.FixtureRequest) -> None:
 
     with only(*variants.FORWARD), pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "forward", noting)
-        for item in request.session.items:
-            if item.path == request.path and (item.callspec.params["on_gpu"], item.callspec.params["kernel"]) == ("cupy", "chosen"):
-                wanted = inspect.signature(item.obj).parameters
-                given = {name: value for name, value in (item.callspec.params | {"rng": seeded(item)}).items() if name in wanted}
-                with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
-                    item.obj(**given)
+        run_each_once(request, seeded)
     found = set()
     for rows in KERNELS.values():
         with only(*rows):

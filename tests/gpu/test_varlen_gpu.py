@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install 'cupyflash[cuda13]'")
 
 import test_known_failures_varlen  # noqa: E402
-from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_varlen, host_vjp, nan_memory, only  # noqa: E402
+from on_gpu import LIBRARIES, Move, compile_ahead, host_backward, host_varlen, host_vjp, nan_memory, only, run_each_once  # noqa: E402
 from test_known_failures_varlen import *  # noqa: E402, F403
 from test_same_as_host import seeded as seeded_of_ways  # noqa: E402
 from test_varlen import *  # noqa: E402, F403
@@ -99,13 +98,7 @@ def kernels(request: pytest.FixtureRequest) -> None:
     with tables("chosen"), pytest.MonkeyPatch.context() as patch:
         for name in problems:
             patch.setattr(plan, name, noting(name, getattr(plan, name)))
-        for item in request.session.items:
-            ways = item.callspec.params if item.path == request.path else {}
-            if (ways.get("on_gpu"), ways.get("kernel")) == ("cupy", "chosen") and item.obj.__module__ != __name__:
-                wanted = inspect.signature(item.obj).parameters
-                given = {name: value for name, value in (ways | {"rng": seeded(item)}).items() if name in wanted}
-                with contextlib.suppress(Exception, pytest.fail.Exception):  # what only holds on a GPU
-                    item.obj(**given)
+        run_each_once(request, seeded)
     found = set()
     for way in KERNELS:
         with tables(way):

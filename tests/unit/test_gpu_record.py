@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,24 @@ def skip_while_pending(record: Any) -> None:
 
 def test_outcomes_are_added_to_those_before(conftest: Any) -> None:
     before = {("f", "a", "x-1"): "passed", ("f", "a", "y"): "failed", ("f", "b", ""): "skipped: needs 2 GPUs"}
-    before |= {("f", "c", name): "passed" for name in ("", "0", "2", "1", "10", "007", "a-9", "a-10", "a-12", "a-", "-3")}
+    before |= {
+        ("f", function, name): "passed"
+        for function in ("c", "d")
+        for name in ("", "0", "2", "1", "10", "007", "a-9", "a-10", "a-12", "a-", "-3")
+    }
     after = {("f", "a", "x-1"): "skipped: needs 2 GPUs", ("f", "a", "y"): "passed", ("f", "b", ""): "passed", ("g", "c", ""): "passed"}
     assert set(conftest.merged(before, after).values()) == {"passed"}
     assert conftest.flat(conftest.nested(before)) == before
     assert conftest.nested(before)["f"]["a"] == {"passed": "x-1", "failed": "y"}
+    assert [*conftest.nested(before)["f"]] == ["a", "b", "c d"]
     assert conftest.named("tests/gpu/f.py::a[x[1]-y::z]") == ("f.py", "a", "x[1]-y::z")
+
+
+def test_the_ways_of_a_case_are_one_case(conftest: Any) -> None:
+    module = types.SimpleNamespace(WAYS={"cupy", "torch", "sm80"})
+    items = [types.SimpleNamespace(nodeid=f"g/f.py::a[{way}-cupyx-3]", module=module) for way in ("sm80-cupy", "torch")]
+    assert {conftest.case_of(item) for item in items} == {("f.py", "a", "cupyx-3")}
+    assert conftest.case_of(types.SimpleNamespace(nodeid="g/f.py::b")) == ("f.py", "b", "")
 
 
 @pytest.mark.parametrize(
