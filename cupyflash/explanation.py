@@ -252,7 +252,10 @@ def _report(e: Explanation, width: int) -> Iterable[str]:
         family = one.kernel.partition("__")[0]
         yield from textwrap.wrap(sizes, width, initial_indent=f"  {family:<15}", subsequent_indent=" " * 17)
     if e.splits > 1:
-        yield from wrapped("splits", f"the keys of a tile are shared by up to {e.splits} blocks")
+        yield from wrapped(
+            "splits",
+            f"the {'rows of the last tiles' if e.variant.startswith('bwd') else 'keys of a tile'} are shared by up to {e.splits} blocks",
+        )
     yield ""
     yield "HBM bytes, MB       tiles               standard"
     yield f"  {'':<13}{'read':>9}{'written':>11}{'read':>11}{'written':>11}"

@@ -98,7 +98,7 @@ class Model:
     def __init__(self, problem: Problem, schedule: Plan, spec: DeviceSpec, lengths: Counter[tuple[int, int]]) -> None:
         self.p = p = problem if isinstance(problem, AttentionProblem) else forward_of(problem)
         self.problem, self.spec, self.lengths = problem, spec, lengths
-        self.workspaces = dict(schedule.workspaces)
+        self.workspaces, self.parts = dict(schedule.workspaces), schedule.splits[1]
         self.wrt = problem.wrt if isinstance(problem, BackwardProblem) else ()
         window = p.window_left, p.window_right
         self.pairs = sum(count * visible_pairs(*sizes, *window, top_left=p.top_left) for sizes, count in lengths.items())
@@ -162,12 +162,14 @@ class Model:
             return Launch(v.name, step.why, 1, 1, 1.0, 0, 0, 0)
         per_sm = blocks_per_sm(step, spec)
         tiles = self.tiles(step)
-        work = tiles if isinstance(v.config, Sm90Config | BwdSm90Config) else grid
+        work = max(tiles, grid) if isinstance(v.config, Sm90Config | BwdSm90Config) else grid  # fewer tiles than blocks are split
         return Launch(v.name, step.why, grid, tiles, work / (spec.num_sms * per_sm), step.threads, step.smem_bytes, per_sm)
 
     def splits(self, step: Step) -> int:
-        """Blocks that share the keys of a tile."""
+        """Blocks that share the keys of a tile; of the last tiles of a backward, the rows."""
         c, p = step.variant.config, self.p
+        if isinstance(c, BwdSm90Config) and "splits" in step.variant.flags:
+            return self.parts
         if not isinstance(c, DecodeConfig):
             return 1
         if c.cluster > 1:

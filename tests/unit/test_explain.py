@@ -174,6 +174,8 @@ def test_bytes_of_tiles_that_are_split():
     found = cupyflash.explain(**BF16, head_dim=128, seqlen_q=2048, num_heads_q=4, wrt=("q", "k", "v"))
     sums = 64 * 2 * 128 * (128 + 128) * 4  # of 4 x 16 tiles of 128 keys, in two parts each
     assert moved(found, "bwd_sm90")["part_sums"] == (sums, sums)
+    assert found.splits == 2
+    assert found.launches[1].waves == 128 / 132  # blocks that each have a part
 
 
 def test_a_deterministic_backward_has_a_kernel_of_its_own_for_dq():
